@@ -1,0 +1,1 @@
+"""Meshes of ranks: layouts (`layout`), worlds and groups (`world`), meshes (`mesh`)."""
