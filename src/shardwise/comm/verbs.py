@@ -1,0 +1,232 @@
+"""What the functional collectives do: each linear collective beside its adjoint, started now or under autograd.
+
+A `Verb` packs its input, sends it over the wire, and says how what arrives is laid out. One autograd function serves
+them all, because the gradient of a verb is its adjoint, which is a verb too; so gradients of any order follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import wire
+from shardwise.comm.async_tensor import Arrival, AsyncCollectiveTensor
+from shardwise.comm.place import Place
+
+Unpack: TypeAlias = Callable[[], object] | None
+
+
+class Verb:
+    """One linear collective: what is packed and sent, how the result is laid out, and the verb of its gradient."""
+
+    late = False  # whether the native operator may still read its input after it has returned
+
+    def __init__(self, place: Place) -> None:
+        self.group, self.axis = self.place = place
+
+    def pack(self, x: Tensor) -> Tensor:
+        return x
+
+    def send(self, packed: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def lay(self, sent: Tensor) -> tuple[Tensor, Unpack]:
+        return sent, None
+
+    def adjoint(self) -> Verb:
+        raise NotImplementedError
+
+
+class AllReduce(Verb):
+    """Sum or average; its own adjoint."""
+
+    def __init__(self, place: Place, op: str) -> None:
+        super().__init__(place)
+        self.op = op
+
+    def send(self, packed: Tensor) -> Tensor:
+        return wire.all_reduce(packed, self.op, self.group, axis=self.axis)
+
+    def adjoint(self) -> Verb:
+        return self
+
+
+class Gather(Verb):
+    """Join along a dim, of which each part is divided by the group's size if ``averaged``."""
+
+    late = True
+
+    def __init__(self, place: Place, dim: int, averaged: bool) -> None:
+        super().__init__(place)
+        self.dim, self.averaged = dim, averaged
+
+    def pack(self, x: Tensor) -> Tensor:
+        return x / self.group.size if self.averaged else x
+
+    def send(self, packed: Tensor) -> Tensor:
+        return wire.all_gather(packed, self.group, axis=self.axis)
+
+    def lay(self, sent: Tensor) -> tuple[Tensor, Unpack]:
+        size, dim = self.group.size, self.dim
+        if dim == 0 or size == 1:
+            return sent, None
+        parts = sent.view(size, sent.shape[0] // size, *sent.shape[1:]).movedim(0, dim)
+        shape = (*parts.shape[:dim], size * parts.shape[dim + 1], *parts.shape[dim + 2 :])
+        if prod(shape[:dim]) == 1:
+            return parts.view(shape), None
+        whole = sent.new_empty(shape)
+        return whole, partial(whole.view(parts.shape).copy_, parts)
+
+    def adjoint(self) -> Verb:
+        return ReduceScatter(self.place, "avg" if self.averaged else "sum", self.dim)
+
+
+class ReduceScatter(Verb):
+    """Sum or average, of which each rank gets its part of a dim."""
+
+    late = True
+
+    def __init__(self, place: Place, op: str, dim: int) -> None:
+        super().__init__(place)
+        self.op, self.dim = op, dim
+
+    def pack(self, x: Tensor) -> Tensor:
+        return split_rows(x, self.dim, self.group.size)
+
+    def send(self, packed: Tensor) -> Tensor:
+        return wire.reduce_scatter(packed, self.op, self.group, axis=self.axis)
+
+    def lay(self, sent: Tensor) -> tuple[Tensor, Unpack]:
+        return sent.squeeze(0), None
+
+    def adjoint(self) -> Verb:
+        return Gather(self.place, self.dim, self.op == "avg")
+
+
+class Exchange(Verb):
+    """Rows of dim 0 from everyone to everyone."""
+
+    late = True
+
+    def __init__(self, place: Place, received: list[int], sent: list[int]) -> None:
+        super().__init__(place)
+        self.received, self.sent = received, sent
+
+    def send(self, packed: Tensor) -> Tensor:
+        return wire.all_to_all(packed, self.received, self.sent, self.group, axis=self.axis)
+
+    def adjoint(self) -> Verb:
+        return Exchange(self.place, self.sent, self.received)
+
+
+class Broadcast(Verb):
+    """The tensor of one rank, at all."""
+
+    def __init__(self, place: Place, source: int) -> None:
+        super().__init__(place)
+        self.source = source
+
+    def send(self, packed: Tensor) -> Tensor:
+        return wire.broadcast(packed, self.source, self.group, axis=self.axis)
+
+    def adjoint(self) -> Verb:
+        return _Collect(self.place, self.source)
+
+
+class _Collect(Broadcast):
+    """The sum of all ranks' tensors at one rank, zeros at the others."""
+
+    def send(self, packed: Tensor) -> Tensor:
+        total = wire.wait(wire.all_reduce(packed, "sum", self.group, axis=self.axis))
+        # A masked fill, not a branch: the same graph is traced on all ranks, and none drops the sum as unused.
+        return total.masked_fill(total.new_full((), self.group.index != self.source, dtype=torch.bool), 0)
+
+    def adjoint(self) -> Verb:
+        return Broadcast(self.place, self.source)
+
+
+class SumForward(Verb):
+    """A sum whose gradient passes unchanged."""
+
+    def send(self, packed: Tensor) -> Tensor:
+        return wire.all_reduce(packed, "sum", self.group, axis=self.axis)
+
+    def adjoint(self) -> Verb:
+        return SumBackward(self.place)
+
+
+class SumBackward(Verb):
+    """The input itself; its gradient is summed."""
+
+    late = True
+
+    def send(self, packed: Tensor) -> Tensor:
+        return packed
+
+    def adjoint(self) -> Verb:
+        return SumForward(self.place)
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, verb: Verb, pending: bool) -> Tensor:
+        ctx.verb = verb
+        result = _start(verb, x, pending)
+        return result if pending else result.detach()  # not a view, so that the caller may change it
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return cast(Tensor, _Collective.apply(gradient, ctx.verb.adjoint(), False)), None, None  # type: ignore[no-untyped-call]
+
+
+def carry(verb: Verb, x: Tensor) -> Tensor:
+    """Start ``verb`` on ``x``; the result is pending, except while a graph is traced. Gradients pass."""
+    if isinstance(x, AsyncCollectiveTensor):
+        x = x.wait()
+    if differentiated(x):
+        return cast(Tensor, _Collective.apply(x, verb, not _traced()))  # type: ignore[no-untyped-call]
+    return _start(verb, x, not _traced())
+
+
+def _start(verb: Verb, x: Tensor, pending: bool) -> Tensor:
+    packed = verb.pack(x)
+    if not pending:
+        result, unpack = verb.lay(wire.wait(verb.send(packed)))
+        if unpack is not None:
+            unpack()
+        return result
+    if verb.late or verb.group.size == 1:
+        packed = _kept(packed, x)
+    sent = verb.send(packed)
+    result, unpack = verb.lay(sent)
+    return AsyncCollectiveTensor(result, Arrival(sent, unpack))
+
+
+def _kept(packed: Tensor, x: Tensor) -> Tensor:
+    packed = packed.contiguous()
+    return packed.clone() if packed.data_ptr() == x.data_ptr() else packed
+
+
+def differentiated(x: Tensor) -> bool:
+    """Whether autograd records what is done with ``x``."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+_MODES = torch._C._TorchDispatchModeKey
+
+
+def _traced() -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    get = torch._C._get_dispatch_mode
+    return any(get(mode) is not None for mode in (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL))
+
+
+def split_rows(x: Tensor, dim: int, size: int) -> Tensor:
+    """Cut ``dim`` in ``size`` equal parts and stack them along a new dim 0."""
+    return x.reshape((*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])).movedim(dim, 0)
