@@ -1,0 +1,181 @@
+"""Who runs: the threads of a simulated run take turns, and exactly one has the turn.
+
+A rank keeps its turn until it has to wait. Then the turn goes to the next rank, in the order of the ranks, that can go
+on; so the same program always interleaves in the same way. If none can go on, the run is dead, and every rank is told.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn, Protocol
+
+from shardwise.errors import DeadlockError, message
+from shardwise.sim.request import Place, place_text, user_place
+
+
+class Awaited(Protocol):
+    """Something that a rank waits for."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def text(self, rank: int) -> str: ...
+
+
+class Unwound(BaseException):
+    """Takes a rank out of its program when the run has ended; not an `Exception`, so that programs let it pass."""
+
+
+class RankThread(threading.Thread):
+    """The thread of one rank."""
+
+    def __init__(self, rank: int, body: Callable[[], None]) -> None:
+        super().__init__(name=f"rank {rank}", daemon=True)
+        self.rank = rank
+        self._body: Callable[[], None] | None = body
+
+    def run(self) -> None:
+        body, self._body = self._body, None
+        assert body is not None
+        body()
+
+
+class Lockstep:
+    """The turns of ``size`` ranks; ``swap(leaving, coming)`` is called whenever the turn passes."""
+
+    GRACE = 1.0  # seconds that a rank gets to come to its next collective when the caller breaks off the run
+
+    def __init__(self, size: int, swap: Callable[[int, int], None]) -> None:
+        self.running = 0
+        self.failure: BaseException | None = None
+        self._swap = swap
+        self._turns = [_taken() for _ in range(size)]
+        self._over = _taken()
+        self._alive = [True] * size
+        self._awaited: list[Awaited | None] = [None] * size
+        self._threads: list[RankThread] = []
+
+    def drive(self, bodies: list[Callable[[], None]]) -> None:
+        """Run each rank's body on its own thread, in turns, until all have left."""
+        self._threads = [RankThread(rank, self._in_turn(rank, body)) for rank, body in enumerate(bodies)]
+        for thread in self._threads:
+            thread.start()
+        self._turns[0].release()
+        try:
+            self._over.acquire()
+        except BaseException as error:
+            self._break_off(error)
+        for thread in self._threads:
+            thread.join()
+
+    def wait(self, rank: int, awaited: Awaited) -> None:
+        """Block ``rank`` until ``awaited`` is done; the others run meanwhile."""
+        self.check()
+        while not awaited.done:
+            self._awaited[rank] = awaited
+            following = self._next(rank)
+            if following is None:
+                self.end(self._deadlock())
+            self._pass(rank, following)
+            self._turns[rank].acquire()
+            self.check()
+        self._awaited[rank] = None
+
+    def give_way(self, rank: int) -> None:
+        """Let the next rank that can go on have a turn, without waiting for anything."""
+        self.check()
+        following = self._next(rank)
+        if following is not None and following != rank:
+            self._pass(rank, following)
+            self._turns[rank].acquire()
+            self.check()
+
+    def end(self, failure: BaseException) -> NoReturn:
+        """End the run because of ``failure``, and take the rank that has the turn out of its program."""
+        if self.failure is None:
+            self.failure = failure
+        raise Unwound
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise Unwound
+
+    def _in_turn(self, rank: int, body: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            self._turns[rank].acquire()
+            try:
+                if self.failure is None:
+                    body()
+            except Unwound:
+                pass
+            except BaseException as error:
+                self.failure = self.failure or error
+            finally:
+                self._leave(rank)
+
+        return run
+
+    def _leave(self, rank: int) -> None:
+        self._alive[rank] = False
+        following = self._next(rank) if self.failure is None else None
+        if following is None and any(self._alive):
+            self.failure = self.failure or self._deadlock()
+            following = self._alive.index(True)
+        if following is None:
+            self._over.release()
+        else:
+            self._pass(rank, following)
+
+    def _pass(self, rank: int, following: int) -> None:
+        self._swap(rank, following)
+        self.running = following
+        self._turns[following].release()
+
+    def _next(self, rank: int) -> int | None:
+        size = len(self._alive)
+        for step in range(1, size + 1):
+            candidate = (rank + step) % size
+            if self._alive[candidate]:
+                awaited = self._awaited[candidate]
+                if awaited is None or awaited.done:
+                    return candidate
+        return None
+
+    def _deadlock(self) -> DeadlockError:
+        frames = sys._current_frames()
+        lines = []
+        for rank, thread in enumerate(self._threads):
+            awaited = self._awaited[rank]
+            if not self._alive[rank] or awaited is None:
+                lines.append(f"rank {rank} has finished")
+            else:
+                place = user_place(frames.get(thread.ident or 0))
+                lines.append(f"rank {rank} waits{_at(place, awaited.text(rank))}")
+        return DeadlockError(
+            message(
+                "every rank waits or has finished, and none can go on",
+                got="\n".join(lines),
+                do="let every rank of a group call the same collectives, in the same order",
+            )
+        )
+
+    def _break_off(self, error: BaseException) -> None:
+        self.failure = self.failure or error
+        if not self._over.acquire(timeout=self.GRACE):
+            thread = self._threads[self.running]
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Unwound))
+            self._over.acquire()
+
+
+def _at(place: Place, text: str) -> str:
+    where = place_text(place)
+    return f" in {text}" if text.endswith(where) else f" at {where} for {text}"
+
+
+def _taken() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
