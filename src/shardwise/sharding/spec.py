@@ -1,0 +1,200 @@
+"""A sharded tensor without its data: mesh, placements and the meta of the global tensor.
+
+The text form is ``f32[8@dp, 4]`` (dim 0 cut over axis dp), ``f32[8, 4]{sum@tp}`` (a sum over axis tp is pending),
+``f32[8@tp/2, 4]`` (a strided shard with split factor 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from shardwise._value import derived, value
+from shardwise.errors import PlacementError, message
+from shardwise.mesh.mesh import DeviceMesh
+from shardwise.sharding.placement import Cut, Intervals, Partial, Placement, Shard
+
+DTYPE_NAMES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name of a dtype, as the text form of specs has it."""
+    return DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+@value
+class TensorMeta:
+    """Shape (elements), stride (elements) and dtype of a global tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorMeta:
+        """The meta of a tensor."""
+        return TensorMeta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    @staticmethod
+    def contiguous(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
+        """The meta of a contiguous tensor of ``shape``."""
+        stride, step = [], 1
+        for size in reversed(shape):
+            stride.append(step)
+            step *= max(size, 1)
+        return TensorMeta(tuple(shape), tuple(reversed(stride)), dtype)
+
+    @derived
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"{dtype_name(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+@value
+class Spec:
+    """Where every element of a tensor lies: a mesh, one placement for each of its axes, and the global meta.
+
+    The placements must have been normalised (`normalize`): no negative dims, one for each axis.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    meta: TensorMeta
+
+    @derived
+    def shape(self) -> tuple[int, ...]:
+        return self.meta.shape
+
+    @derived
+    def ndim(self) -> int:
+        return len(self.meta.shape)
+
+    @derived
+    def is_replicated(self) -> bool:
+        return all(placement.is_replicate() for placement in self.placements)
+
+    @derived
+    def _local_shapes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        return {}
+
+    def local_shape(self, coordinate: tuple[int, ...] | None) -> tuple[int, ...]:
+        """The shape of the part at ``coordinate`` of the mesh; all zeros outside the mesh."""
+        if coordinate is None:
+            return (0,) * self.ndim
+        found = self._local_shapes.get(coordinate)
+        if found is None:
+            found = self._local_shapes[coordinate] = self._compute_local_shape(coordinate)
+        return found
+
+    def _compute_local_shape(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
+        shape = list(self.shape)
+        for placement, parts, index in zip(self.placements, self.mesh.shape, coordinate, strict=True):
+            if isinstance(placement, Cut):
+                shape[placement.dim] = placement.local_size(shape[placement.dim], parts, index)
+        return tuple(shape)
+
+    def size_before(self, axis: int, coordinate: tuple[int, ...]) -> int:
+        """The size of the dim that ``axis`` cuts, as the axes before it left it at ``coordinate``."""
+        own = self.placements[axis]
+        assert isinstance(own, Cut), own
+        size = self.shape[own.dim]
+        for placement, parts, index in list(zip(self.placements, self.mesh.shape, coordinate, strict=True))[:axis]:
+            if isinstance(placement, Cut) and placement.dim == own.dim:
+                size = placement.local_size(size, parts, index)
+        return size
+
+    def intervals(self, dim: int, coordinate: tuple[int, ...]) -> Intervals:
+        """Which [start, stop) intervals of the global dim lie at ``coordinate``, in local order."""
+        held: Intervals = ((0, self.shape[dim]),)
+        for placement, parts, index in zip(self.placements, self.mesh.shape, coordinate, strict=True):
+            if isinstance(placement, Cut) and placement.dim == dim:
+                size = sum(stop - start for start, stop in held)
+                held = _select(held, placement.intervals(size, parts, index))
+        return held
+
+    def take(self, whole: torch.Tensor, coordinate: tuple[int, ...]) -> torch.Tensor:
+        """The part of the global tensor ``whole`` that lies at ``coordinate``; pending reductions are not looked at."""
+        part = whole
+        for placement, parts, index in zip(self.placements, self.mesh.shape, coordinate, strict=True):
+            if isinstance(placement, Cut):
+                part = placement.take(part, parts, index)
+        return part
+
+    def with_placements(self, placements: Sequence[Placement]) -> Spec:
+        """The same tensor lying otherwise."""
+        return Spec(self.mesh, tuple(placements), self.meta)
+
+    def __repr__(self) -> str:
+        cuts: list[str] = ["" for _ in self.shape]
+        pending = []
+        for placement, name in zip(self.placements, self.mesh.axis_names, strict=True):
+            if isinstance(placement, Cut):
+                factor = getattr(placement, "split_factor", None)
+                cuts[placement.dim] += f"@{name}" if factor is None else f"@{name}/{factor}"
+            elif isinstance(placement, Partial):
+                pending.append(f"{placement.reduce_op}@{name}")
+        dims = ", ".join(f"{size}{cut}" for size, cut in zip(self.shape, cuts, strict=True))
+        return f"{dtype_name(self.meta.dtype)}[{dims}]" + (f"{{{', '.join(pending)}}}" if pending else "")
+
+
+def _select(held: Intervals, wanted: Intervals) -> Intervals:
+    """The intervals of the global dim that ``wanted``, in positions within ``held``, picks out."""
+    picked, position = [], 0
+    for low, high in held:
+        for start, stop in wanted:
+            first, last = max(start, position), min(stop, position + high - low)
+            if first < last:
+                picked.append((low + first - position, low + last - position))
+        position += high - low
+    return tuple(picked)
+
+
+def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
+    """``placements`` checked against a mesh and a tensor of rank ``ndim``, negative dims counted from the end.
+
+    Raises `PlacementError` if their number is not that of the mesh's axes, or a dim is out of range.
+    """
+    asked = f"placements {list(placements)} on {mesh} for a tensor of {ndim} dims"
+    if len(placements) != mesh.ndim:
+        raise PlacementError(
+            message(
+                f"one placement for each mesh axis: {mesh.ndim}, not {len(placements)}",
+                asked=asked,
+                do=f"give {mesh.ndim} placements, one for each of the axes {', '.join(mesh.axis_names)}",
+            )
+        )
+    return tuple(_normalize_one(placement, ndim, asked) for placement in placements)
+
+
+def _normalize_one(placement: Placement, ndim: int, asked: str) -> Placement:
+    if not isinstance(placement, Placement):
+        raise PlacementError(
+            message(f"{placement!r} is not a placement", asked=asked, do="Shard(dim), Replicate(), ...")
+        )
+    if not isinstance(placement, Cut):
+        return placement
+    if not -ndim <= placement.dim < ndim:
+        span = (
+            f"a dim from {-ndim} to {ndim - 1}" if ndim else "a tensor without dims can only be replicated or partial"
+        )
+        raise PlacementError(message(f"{placement!r}: dim out of range", asked=asked, do=span))
+    if isinstance(placement, Shard) or placement.dim < 0:
+        return placement.at(placement.dim % ndim)
+    return placement

@@ -1,0 +1,255 @@
+"""Every change of placement against the dense tensor, on simulated ranks; and the bytes that it sends."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from redistribute.layouts import coordinates, distributed, dry_mesh, mesh_of, placed, reduced, settled, spec_of
+from shardwise import sim
+from shardwise.comm import wire
+from shardwise.comm.async_tensor import AsyncCollectiveTensor
+from shardwise.mesh.mesh import DeviceMesh
+from shardwise.mesh.world import current_world
+from shardwise.redistribute import execute, planner
+from shardwise.sharding.placement import Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.sharding.spec import Spec
+
+STRIDED = StridedShard(0, split_factor=2)
+Pair = tuple[tuple[Placement, ...], tuple[Placement, ...]]
+SHAPES = [(12, 12), (5, 3), (1, 2), (0, 4), (7, 1)]
+DIRECT = [
+    (Shard(0), Replicate(), "all_gather"),
+    (Partial(), Replicate(), "all_reduce"),
+    (Partial(), Shard(0), "reduce_scatter"),
+    (Partial(), Shard(1), "reduce_scatter"),
+]
+
+
+def pairs(ndim: int, axes: int, *more: Placement) -> list[Pair]:
+    """All pairs of placements except a pending reduction that is to become another."""
+    ways = placed(ndim, axes, *more)
+    return [pair for pair in itertools.product(ways, repeat=2) if not any(map(_clash, *pair))]
+
+
+def _clash(before: Placement, after: Placement) -> bool:
+    return before.is_partial() and after.is_partial() and before is not after
+
+
+def moved(mesh_shape: tuple[int, ...], whole: Tensor, asked: list[Pair]) -> list[list[tuple[Tensor, list[int]]]]:
+    """For each rank and pair: its local tensor afterwards, and the bytes that it sent in each collective."""
+    shape, dtype = tuple(whole.shape), whole.dtype
+    held = {pair[0]: distributed(whole, spec_of(dry_mesh(mesh_shape), pair[0], shape)) for pair in asked}
+
+    def body() -> Iterator[tuple[Tensor, list[int]]]:
+        mesh, sent = mesh_of(mesh_shape), []
+        with wire.observing(lambda transmission: sent.append(transmission.bytes)):
+            for before, after in asked:
+                src, dst = (spec_of(mesh, placements, shape, dtype) for placements in (before, after))
+                yield execute.run(held[before][mesh.get_coordinate()], src, planner.plan(src, dst)), sent[:]
+                sent.clear()
+
+    return sim.run(lambda: list(body()), len(coordinates(mesh_shape)))
+
+
+def check(mesh_shape: tuple[int, ...], whole: Tensor, asked: list[Pair]) -> None:
+    ranks, keys, shape = moved(mesh_shape, whole, asked), coordinates(mesh_shape), tuple(whole.shape)
+    mesh = dry_mesh(mesh_shape)
+    expected = {pair[1]: distributed(whole, settled(spec_of(mesh, pair[1], shape))) for pair in asked}
+    for pair, results in zip(asked, zip(*ranks, strict=True), strict=True):
+        src, dst = (spec_of(mesh, placements, shape, whole.dtype) for placements in pair)
+        got = {key: local for key, (local, _) in zip(keys, results, strict=True)}
+        check_values(src, dst, expected[pair[1]], got)
+        check_bytes(src, dst, [sent for _, sent in results])
+
+
+def check_values(
+    src: Spec, dst: Spec, expected: dict[tuple[int, ...], Tensor], got: dict[tuple[int, ...], Tensor]
+) -> None:
+    for key, local in reduced(got, dst).items():
+        assert local.dtype is expected[key].dtype, (src, dst)
+        assert torch.equal(local.nan_to_num(77), expected[key].nan_to_num(77)), (src, dst, key)
+
+
+def check_bytes(src: Spec, dst: Spec, sent: list[list[int]]) -> None:
+    """Of the ranks that send in a collective, the one that sends most sends what the step says."""
+    stages = planner.stages(src, planner.plan(src, dst))
+    said = [step.bytes(spec) for spec, step in stages if type(step).__name__ not in ("Slice", "MakePartial")]
+    assert [max(several) for several in zip(*sent, strict=True)] == said, (src, dst)
+    assert planner.moved_bytes(src, dst) == sum(said)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,)], ids=str)
+def test_every_pair_on_one_axis(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    check(mesh_shape, torch.randint(-9, 9, shape).float(), pairs(2, 1, STRIDED, Partial("max")))
+
+
+@pytest.mark.parametrize(
+    "mesh_shape, shape",
+    [((2, 2), (12, 12)), ((2, 2), (5, 3)), ((2, 2), (1, 2)), ((2, 3), (12, 12)), ((2, 3), (7, 3)), ((3, 1), (0, 4))],
+    ids=str,
+)
+def test_every_pair_on_two_axes(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    check(mesh_shape, torch.randint(-9, 9, shape).float(), pairs(2, 2, STRIDED))
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 4), (3, 5, 2)], ids=str)
+def test_pairs_on_three_axes(shape: tuple[int, ...]) -> None:
+    asked = pairs(3, 3, STRIDED)
+    chosen = [asked[index] for index in torch.randperm(len(asked))[:150].tolist()]
+    check((2, 2, 2), torch.randint(-9, 9, shape).double(), chosen)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int32, torch.bool, torch.complex64, torch.bfloat16, torch.float64, torch.uint8]
+)
+def test_every_dtype_keeps_its_values(dtype: torch.dtype) -> None:
+    whole = torch.randint(0, 2, (5, 6)).to(dtype) * (1j if dtype.is_complex else 1)
+    ways = [
+        pair for pair in pairs(2, 1, STRIDED) if dtype is not torch.bool or not any(p.is_partial() for (p,) in pair)
+    ]
+    check((3,), whole.to(dtype), ways)
+
+
+@pytest.mark.parametrize("reduce_op", ["sum", "avg", "product", "min", "max", "band", "bor", "bxor"])
+def test_every_reduction(reduce_op: str) -> None:
+    pending, ends = Partial(reduce_op), [Replicate(), Shard(0), Shard(1), STRIDED]
+    asked = [((pending,), (end,)) for end in ends] + [((end,), (pending,)) for end in ends]
+    whole = torch.randint(1, 9, (5, 6))
+    check((3,), whole if reduce_op in ("band", "bor", "bxor") else whole.double(), asked)
+
+
+@pytest.mark.parametrize("reduce_op", ["sum", "product", "band", "bor", "min", "max", "bxor"])
+def test_reductions_of_booleans(reduce_op: str) -> None:
+    masks = torch.tensor([[True, True, False, False], [True, False, True, False]])
+    expected = {"sum": masks.any(0), "bor": masks.any(0), "max": masks.any(0), "bxor": masks[0] ^ masks[1]}
+
+    def body() -> list[Tensor]:
+        mesh = mesh_of((2,))
+        src = spec_of(mesh, [Partial(reduce_op)], (4,), torch.bool)
+        steps = planner.plan(src, src.with_placements([Replicate()]))
+        return execute.run(masks[mesh.get_local_rank()], src, steps)
+
+    for result in sim.run(body, 2):
+        assert result.dtype is torch.bool
+        assert result.tolist() == expected.get(reduce_op, masks.all(0)).tolist()
+
+
+def test_reductions_of_two_kinds_are_done_from_the_last_axis_to_the_first() -> None:
+    asked = [
+        ((Partial("sum"), Partial("max")), (Replicate(), Replicate())),
+        ((Partial("sum"), Partial("max")), (Shard(0), Partial("max"))),
+        ((Partial("max"), Partial("sum")), (Replicate(), Partial("sum"))),
+        ((Replicate(), Partial("sum")), (Partial("product"), Partial("sum"))),
+        ((Partial("avg"), Partial("sum")), (Shard(1), Shard(0))),
+    ]
+    check((2, 3), torch.randint(1, 9, (5, 6)).double(), asked)
+
+
+def test_scalars() -> None:
+    check((2, 2), torch.tensor(3.5), pairs(0, 2))
+
+
+def test_a_nan_stays_where_it_is() -> None:
+    whole = torch.tensor([[float("nan"), 1.0], [2.0, float("inf")], [3.0, 4.0]])
+    check((2,), whole, [pair for pair in pairs(2, 1, STRIDED) if not any(p.is_partial() for (p,) in pair)])
+
+
+@pytest.mark.parametrize("before, after", [(Shard(0), Replicate()), (Partial(), Shard(0)), (Shard(1), Shard(0))])
+def test_a_local_tensor_of_any_strides_is_taken(before: Placement, after: Placement) -> None:
+    whole = torch.arange(24.0).view(4, 6)
+
+    def body() -> Tensor:
+        mesh = mesh_of((2,))
+        src = spec_of(mesh, [before], (4, 6))
+        local = distributed(whole, src)[mesh.get_coordinate() or ()]
+        scattered = local.t().contiguous().t()
+        assert not scattered.is_contiguous()
+        return execute.run(scattered, src, planner.plan(src, src.with_placements([after])))
+
+    dst = spec_of(dry_mesh((2,)), [after], (4, 6))
+    check_values(dst, dst, distributed(whole, dst), dict(zip([(0,), (1,)], sim.run(body, 2), strict=True)))
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (5, 3)], ids=str)
+def test_results_are_contiguous_and_share_nothing_with_the_input(shape: tuple[int, ...]) -> None:
+    def body() -> None:
+        mesh = mesh_of((2,))
+        for before, after in pairs(2, 1, STRIDED):
+            src = spec_of(mesh, before, shape)
+            local = distributed(torch.ones(shape), src)[mesh.get_coordinate() or ()].clone()
+            steps = planner.plan(src, src.with_placements(after))
+            result = execute.run(local, src, steps)
+            assert result.is_contiguous(), (before, after)
+            assert (
+                (result.untyped_storage().data_ptr() != local.untyped_storage().data_ptr())
+                or not result.numel()
+                or not steps
+            )
+
+    sim.run(body, 2)
+
+
+@pytest.mark.parametrize("before, after, op", DIRECT)
+def test_what_arrives_is_the_result(
+    before: Placement, after: Placement, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived: list[Tensor] = []
+    wait = wire.wait
+    monkeypatch.setattr(wire, "wait", lambda x: arrived.append(wait(x)) or arrived[-1])
+
+    def body() -> tuple[bool, list[str]]:
+        sent: list[str] = []
+        src = spec_of(mesh_of((2,)), [before], (4, 6))
+        local = torch.ones(src.local_shape(src.mesh.get_coordinate()))
+        with wire.observing(lambda transmission: sent.append(transmission.op)):
+            result = execute.run(local, src, planner.plan(src, src.with_placements([after])))
+        return any(result is x for x in arrived), sent
+
+    assert sim.run(body, 2) == [(True, [op])] * 2
+
+
+def test_the_last_step_may_stay_on_the_wire() -> None:
+    def body() -> tuple[bool, list[float]]:
+        mesh = mesh_of((2,))
+        src = spec_of(mesh, [Partial()], (2,))
+        local = torch.tensor([1.0, 2.0])
+        result = execute.run_async(local, src, planner.plan(src, src.with_placements([Replicate()])))
+        return isinstance(result, AsyncCollectiveTensor) and not result.completed, (result + 0).tolist()
+
+    assert sim.run(body, 2) == [(True, [2.0, 4.0])] * 2
+
+
+def test_a_plan_serves_another_shape() -> None:
+    def body() -> list[float]:
+        mesh = mesh_of((2,))
+        src = spec_of(mesh, [Shard(0)], (4,))
+        steps = planner.plan(src, src.with_placements([Replicate()]))
+        other = spec_of(mesh, [Shard(0)], (3,))
+        local = torch.tensor([[1.0, 2.0], [3.0]][current_world().rank])
+        return execute.run(local, other, steps).tolist()
+
+    assert sim.run(body, 2) == [[1.0, 2.0, 3.0]] * 2
+
+
+def test_a_rank_outside_the_mesh_keeps_what_it_has() -> None:
+    def body() -> list[int]:
+        src = spec_of(DeviceMesh("cpu", [0, 1]), [Shard(0)], (4,))
+        local = torch.zeros(src.local_shape(src.mesh.get_coordinate()))
+        return list(execute.run(local, src, planner.plan(src, src.with_placements([Replicate()]))).shape)
+
+    assert sim.run(body, 3) == [[4], [4], [0]]
+
+
+def test_a_mesh_in_another_order_of_ranks() -> None:
+    def body() -> list[float]:
+        src = spec_of(DeviceMesh("cpu", [2, 0, 1]), [Shard(0)], (6,))
+        local = distributed(torch.arange(6.0), src)[src.mesh.get_coordinate() or ()]
+        return execute.run(local, src, planner.plan(src, src.with_placements([Replicate()]))).tolist()
+
+    assert sim.run(body, 3) == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 3

@@ -1,0 +1,59 @@
+"""The same changes of placement on real process groups."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from gloo import run_gloo
+from redistribute.layouts import coordinates, distributed, dry_mesh, mesh_of, placed, reduced, settled, spec_of
+from shardwise.mesh.mesh import DeviceMesh
+from shardwise.redistribute import execute, planner
+from shardwise.sharding.placement import Placement, Replicate, Shard, StridedShard
+
+SHAPE = (5, 6)
+WAYS = placed(2, 2, StridedShard(0, split_factor=2))
+DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bfloat16)
+
+
+def asked() -> list[tuple[torch.dtype, tuple[Placement, ...], tuple[Placement, ...]]]:
+    pairs = list(itertools.product(WAYS, repeat=2))[::7]
+    return [(dtype, *pair) for dtype, pair in zip(itertools.cycle(DTYPES), pairs)]
+
+
+def whole(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(30).view(SHAPE).to(dtype) * (1j if dtype.is_complex else 1)
+
+
+def results() -> list[torch.Tensor]:
+    mesh, found = mesh_of((2, 2)), []
+    for dtype, before, after in asked():
+        src, dst = (spec_of(mesh, placements, SHAPE, dtype) for placements in (before, after))
+        local = distributed(whole(dtype), src)[mesh.get_coordinate() or ()]
+        found.append(execute.run(local, src, planner.plan(src, dst)))
+    return found
+
+
+@pytest.mark.gloo
+def test_four_processes_find_what_the_dense_tensor_says() -> None:
+    for (dtype, before, after), *locals_ in zip(asked(), *run_gloo(results, 4), strict=True):
+        dst = spec_of(dry_mesh((2, 2)), after, SHAPE, dtype)
+        got = reduced(dict(zip(coordinates((2, 2)), locals_, strict=True)), dst)
+        for key, expected in distributed(whole(dtype), settled(dst)).items():
+            torch.testing.assert_close(
+                got[key], expected, rtol=0, atol=0, msg=f"{before} to {after} of {dtype} at {key}"
+            )
+
+
+def in_another_order() -> tuple[list[int], list[int]]:
+    src = spec_of(DeviceMesh("cpu", [1, 0]), [Shard(0)], (4,), torch.int64)
+    local = distributed(torch.arange(4), src)[src.mesh.get_coordinate() or ()]
+    dst = src.with_placements([Replicate()])
+    return local.tolist(), execute.run(local, src, planner.plan(src, dst)).tolist()
+
+
+@pytest.mark.gloo
+def test_a_mesh_in_another_order_of_ranks() -> None:
+    assert run_gloo(in_another_order, 2) == [([2, 3], [0, 1, 2, 3]), ([0, 1], [0, 1, 2, 3])]
