@@ -1,0 +1,296 @@
+"""Products, reductions, norms and scans.
+
+A reduced dim is a name missing on the right: what is left pending is what the operator itself does. Where that is
+no reduction that ranks can finish for each other (a median, a variance), the dim is whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+
+from shardwise.rules.pattern import along, named, text, wrap
+from shardwise.rules.rule import Call, Placing, Rule, called
+from shardwise.sharding.spec import TensorMeta
+
+aten = torch.ops.aten
+Dims = int | Sequence[int] | None
+Number = bool | int | float
+Meaning = Callable[..., "str | Rule"]
+
+PRODUCTS: dict[str, str] = {
+    "mm": "m k * k n -> m n",
+    "bmm": "b m k * b k n -> b m n",
+    "mv": "m k * k -> m",
+    "dot": "k * k -> ",
+    "vdot": "k * k -> ",
+    "addmm": "m n + m k * k n -> m n",
+    "baddbmm": "b m n + b m k * b k n -> b m n",
+    "addbmm": "m n + b m k * b k n -> m n",
+    "addmv": "m + m k * k -> m",
+    "addr": "m n + m * n -> m n",
+    "ger": "m * n -> m n",
+    "_addmm_activation": "f(m n, m [k], [k] n) -> m n",
+}
+
+
+def crossed(x: TensorMeta, _other: TensorMeta, dim: int = -1) -> str:
+    names = text(along(x, [dim]))
+    return f"{names} * {names} -> {names}"
+
+
+# --- reductions
+
+
+def dims_of(x: TensorMeta, dims: Dims) -> tuple[int, ...]:
+    """The dims that a reduction reduces; none named means all.
+
+    >>> dims_of(TensorMeta.contiguous((2, 3), torch.float32), -1)
+    (1,)
+    """
+    ndim = len(x.shape)
+    if dims is None or dims == [] or dims == ():
+        return tuple(range(ndim))
+    listed = (dims,) if isinstance(dims, int) else dims
+    return tuple(wrap(dim, ndim) for dim in listed) if ndim else ()
+
+
+def reduced(x: TensorMeta, dims: Dims, keepdim: bool) -> list[str]:
+    """The names of the dims of ``x`` that are left once ``dims`` are reduced."""
+    gone = dims_of(x, dims)
+    names = ["1" if dim in gone else name for dim, name in enumerate(named(len(x.shape)))]
+    return names if keepdim else [name for name in names if name != "1"]
+
+
+def contracted(x: TensorMeta, dims: Dims = None, keepdim: bool = False) -> str:
+    """A reduction that ranks can finish for each other.
+
+    >>> contracted(TensorMeta.contiguous((2, 3), torch.float32), 0, True)
+    'd0 d1 -> 1 d1'
+    """
+    return f"{text(named(len(x.shape)))} -> {text(reduced(x, dims, keepdim))}"
+
+
+def whole(x: TensorMeta, dims: Dims = None, keepdim: bool = False, outputs: int = 1) -> str:
+    """A reduction that needs each reduced dim on one rank."""
+    left = text(along(x, dims_of(x, dims)))
+    return f"f({left}) -> {', '.join([text(reduced(x, dims, keepdim))] * outputs)}"
+
+
+def all_dims(x: TensorMeta, *_rest: object, dtype: object = None) -> str:
+    return contracted(x)
+
+
+def given_dims(x: TensorMeta, dims: Dims = None, keepdim: bool = False, *_rest: object) -> str:
+    return contracted(x, dims, keepdim)
+
+
+def whole_dims(x: TensorMeta, dims: Dims = None, keepdim: bool = False, *_rest: object) -> str:
+    return whole(x, dims, keepdim)
+
+
+def whole_dims_in_two(x: TensorMeta, dims: Dims = None, keepdim: bool = False, *_rest: object) -> str:
+    return whole(x, dims, keepdim, outputs=2)
+
+
+def whole_tensor(x: TensorMeta, *_rest: object) -> str:
+    return whole(x)
+
+
+def opaque(x: TensorMeta, dims: Dims = None, keepdim: bool = False, *_rest: object) -> str:
+    """A sum over a function of each element."""
+    return f"f({text(named(len(x.shape)))}) -> {text(reduced(x, dims, keepdim))}"
+
+
+def picked(x: TensorMeta, k: int, dim: int = -1, keepdim: bool = False) -> str:
+    return whole(x, dim, keepdim, outputs=2)
+
+
+def corrected(x: TensorMeta, dims: Dims = None, correction: object = None, keepdim: bool = False) -> str:
+    return whole(x, dims, keepdim)
+
+
+def corrected_with_mean(x: TensorMeta, dims: Dims = None, correction: object = None, keepdim: bool = False) -> str:
+    return whole(x, dims, keepdim, outputs=2)
+
+
+def extremes(x: TensorMeta, dim: int | None = None, keepdim: bool = False) -> str:
+    return whole(x, dim, keepdim, outputs=2)
+
+
+def mean_locally(call: Call, _placing: Placing) -> Callable[..., object]:
+    """The mean of uneven parts is not the mean of their means: a sum over the count of the whole."""
+    x, *rest = call.args
+    dims = rest[0] if len(rest) > 1 else None
+    count = prod(x.shape[dim] for dim in dims_of(x, dims))
+
+    def mean(local: torch.Tensor, *rest: object) -> torch.Tensor:
+        dim, keepdim, dtype = rest if len(rest) > 1 else (None, False, rest[0])
+        total = aten.sum.dim_IntList(local, dim, keepdim, dtype=dtype)
+        return total / count if count else total * math.nan
+
+    return mean
+
+
+def filling(value: Callable[[torch.dtype], Number]) -> Callable[[Call, Placing], Callable[..., object]]:
+    """Run the reduction, or fill with its identity element ``value`` where this rank has nothing to reduce."""
+
+    def local(call: Call, placing: Placing) -> Callable[..., object]:
+        meta = call.outputs[0]
+        assert meta is not None, call
+        if not placing.is_pending() or prod(placing.input_shape()):
+            return called(call.op)
+        shape, dtype = placing.output_shape(), meta.dtype
+        return lambda x, *rest: torch.full(shape, value(dtype), dtype=dtype, device=x.device)
+
+    return local
+
+
+def lowest(dtype: torch.dtype) -> Number:
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def highest(dtype: torch.dtype) -> Number:
+    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def nothing(_dtype: torch.dtype) -> Number:
+    return 0
+
+
+MAX = Rule(given_dims, reduce="max", local=filling(lowest))
+MIN = Rule(given_dims, reduce="min", local=filling(highest))
+MEAN = Rule(given_dims, local=mean_locally)
+
+REDUCTIONS: dict[str, str | Meaning | Rule] = {
+    "sum.default": all_dims,
+    "sum.dim_IntList": given_dims,
+    "nansum": opaque,
+    "mean.default": Rule(all_dims, local=mean_locally),
+    "mean.dim": MEAN,
+    "prod.default": Rule(all_dims, reduce="product"),
+    "prod.dim_int": Rule(given_dims, reduce="product"),
+    "amax": MAX,
+    "amin": MIN,
+    "max.default": Rule(all_dims, reduce="max", local=filling(lowest)),
+    "min.default": Rule(all_dims, reduce="min", local=filling(highest)),
+    "max.dim": whole_dims_in_two,
+    "min.dim": whole_dims_in_two,
+    "aminmax": extremes,
+    "argmax": whole_dims,
+    "argmin": whole_dims,
+    "any": whole_dims,
+    "all": whole_dims,
+    "count_nonzero": opaque,
+    "count_nonzero.dim_IntList": opaque,
+    "var.correction": corrected,
+    "std.correction": corrected,
+    "var_mean.correction": corrected_with_mean,
+    "std_mean.correction": corrected_with_mean,
+    "logsumexp": whole_dims,
+    "median.default": whole_tensor,
+    "nanmedian.default": whole_tensor,
+    "median.dim": whole_dims_in_two,
+    "nanmedian.dim": whole_dims_in_two,
+    "mode": whole_dims_in_two,
+    "kthvalue": picked,
+    "trace": "[a] [b] -> ",
+}
+
+
+# --- norms
+
+
+def norm(x: TensorMeta, order: Number | None = 2, dims: Dims = None, keepdim: bool = False, *_rest: object) -> str | Rule:
+    """Some orders leave a sum, a maximum or a minimum pending; the others are roots of such sums."""
+    meaning = opaque(x, dims, keepdim)
+    if order in (0, 1):
+        return meaning
+    if order in (math.inf, -math.inf):
+        reduce, identity = ("max", nothing) if order and order > 0 else ("min", highest)
+        return Rule(meaning, reduce=reduce, local=filling(identity))
+    return Rule(whole(x, dims, keepdim), expand=root_of_sum)
+
+
+def root_of_sum(
+    x: torch.Tensor,
+    order: float | None = 2,
+    dims: Dims = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The norm of another order, in such a way that only what is reduced already is communicated."""
+    power = 2.0 if order is None else float(order)
+    result = (dtype or x.dtype).to_real()
+    wide = torch.float32 if result.itemsize < 4 else result
+    if dtype is not None and dtype is not x.dtype:
+        x = x.to(dtype)
+    size = x.abs().to(wide)
+    listed = list(dims_of(TensorMeta.of(size), dims))
+    total = aten.sum.dim_IntList(size * size if power == 2 else size**power, listed, keepdim)
+    root: torch.Tensor = total.sqrt() if power == 2 else total ** (1 / power)
+    return root.to(result)
+
+
+NORMS: dict[str, str | Meaning | Rule] = {
+    "linalg_vector_norm": norm,
+    "norm.Scalar": norm,
+    "norm.ScalarOpt_dim": norm,
+    "norm.ScalarOpt_dim_dtype": norm,
+}
+
+
+# --- scans
+
+
+def scanned(x: TensorMeta, dim: int, *_rest: object) -> str:
+    names = text(along(x, [dim]))
+    return f"f({names}) -> {names}"
+
+
+def scanned_linearly(x: TensorMeta, dim: int, *_rest: object) -> str:
+    names = text(along(x, [dim]))
+    return f"{names} -> {names}"
+
+
+def scanned_in_two(x: TensorMeta, dim: int, *_rest: object) -> str:
+    names = text(along(x, [dim]))
+    return f"f({names}) -> {names}, {names}"
+
+
+SCANS: dict[str, str | Meaning | Rule] = {
+    "cumsum": scanned_linearly,
+    "cumprod": scanned,
+    "logcumsumexp": scanned,
+    "cummax": scanned_in_two,
+    "cummin": scanned_in_two,
+}
+
+
+# --- order
+
+
+def ordered(x: TensorMeta, dim: int = -1, *_rest: object) -> str:
+    return scanned_in_two(x, dim)
+
+
+def ordered_stably(x: TensorMeta, _stable: bool | None = None, dim: int = -1, *_rest: object) -> str:
+    return scanned_in_two(x, dim)
+
+
+def topmost(x: TensorMeta, _k: int, dim: int = -1, *_rest: object) -> str:
+    left = along(x, [dim])
+    right = text("[k]" if name.startswith("[") else name for name in left)
+    return f"f({text(left)}) -> {right}, {right}"
+
+
+ORDER: dict[str, str | Meaning | Rule] = {
+    "sort": ordered,
+    "sort.stable": ordered_stably,
+    "topk": topmost,
+}
+
+RULES: dict[str, str | Meaning | Rule] = {"linalg_cross": crossed, **PRODUCTS, **REDUCTIONS, **NORMS, **SCANS, **ORDER}

@@ -1,0 +1,25 @@
+"""Operators whose answer is no tensor: a number, a truth value, a size. It is the same on every rank."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.rules.equation import Strategy
+from shardwise.rules.rule import Rule
+from shardwise.sharding.placement import Replicate
+
+
+def _whole(operands: int) -> Rule:
+    return Rule([Strategy((Replicate(),) * operands, ())])
+
+
+def _is_same_size(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape
+
+
+RULES = {
+    "_local_scalar_dense": _whole(1),
+    "is_nonzero": _whole(1),
+    "equal": _whole(2),
+    "is_same_size": Rule(expand=_is_same_size),
+}

@@ -1,0 +1,27 @@
+"""What a rank without elements answers, where the operator's own kernel will not take empty tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shardwise.rules.rule import Call, Placing, called
+
+Run = Callable[..., object]
+
+
+def zeros(call: Call, placing: Placing) -> Run:
+    """Results of the right shapes: without elements, or zeros, which add nothing to a pending sum."""
+    metas = [None if meta is None else (placing.output_shape(at), meta.dtype) for at, meta in enumerate(call.outputs)]
+
+    def run(x: torch.Tensor, *_: object) -> object:
+        made = [None if meta is None else x.new_zeros(meta[0], dtype=meta[1]) for meta in metas]
+        return tuple(made) if len(made) > 1 else made[0]
+
+    return run
+
+
+def unless_empty(call: Call, placing: Placing) -> Run:
+    """The operator itself, but `zeros` where the first operand has no elements."""
+    return zeros(call, placing) if 0 in placing.input_shape() else called(call.op)

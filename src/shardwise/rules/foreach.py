@@ -1,0 +1,92 @@
+"""`_foreach_*`: one operator over lists of tensors is the operator without the prefix, entry by entry.
+
+Which one is found by matching schemas, so there is no table here, and each entry may lie in its own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+PREFIX = "_foreach_"
+ALSO_KNOWN_AS = {"norm": "linalg_vector_norm", "maximum": "clamp_min", "minimum": "clamp_max"}
+ENTRY_OF = {"List[Tensor]": "Tensor", "List[number]": "number"}
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The operator on one entry; ``lists`` tells the arguments that have an entry each, ``names`` what it calls them."""
+
+    op: torch._ops.OpOverload
+    lists: tuple[bool, ...]
+    names: tuple[str, ...]
+    positional: int
+
+
+def foreach_base(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The operator that a `_foreach_` operator applies to each entry, or None if ``op`` is no such operator.
+
+    >>> foreach_base(torch.ops.aten._foreach_add_.List)
+    <OpOverload(op='aten.add_', overload='Tensor')>
+    """
+    base = _base(op)
+    return None if base is None else base.op
+
+
+def foreach_entries(
+    op: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> list[tuple[tuple[object, ...], dict[str, object]]]:
+    """The arguments of `foreach_base` for each entry of the lists."""
+    base = _base(op)
+    assert base is not None, op
+    given = [kwargs.get(argument.name, argument.default_value) for argument in op._schema.arguments]
+    given[: len(args)] = args
+    length = len(given[base.lists.index(True)])  # type: ignore[arg-type]
+    calls = []
+    for entry in range(length):
+        items = [item[entry] if many else item for item, many in zip(given, base.lists, strict=True)]  # type: ignore[index]
+        named = dict(zip(base.names[base.positional :], items[base.positional :], strict=True))
+        calls.append((tuple(items[: base.positional]), named))
+    return calls
+
+
+@cache
+def _base(op: torch._ops.OpOverload) -> Base | None:
+    schema = op._schema
+    stem = schema.name.removeprefix("aten::")
+    if not stem.startswith(PREFIX) or op._overloadname.endswith("out"):
+        return None
+    stem = stem.removeprefix(PREFIX)
+    bare = stem.rstrip("_")
+    for name in (stem, ALSO_KNOWN_AS.get(bare, bare) + stem[len(bare) :]):
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            names = _matched(schema, getattr(packet, overload)._schema)
+            if names is not None:
+                return _described(schema, getattr(packet, overload), names)
+    return None
+
+
+def _described(schema: torch.FunctionSchema, op: torch._ops.OpOverload, names: tuple[str, ...]) -> Base:
+    lists = tuple(str(argument.type) in ENTRY_OF for argument in schema.arguments)
+    wanted = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
+    positional = next((place for place, (a, b) in enumerate(zip(names, wanted)) if a != b), min(len(names), len(wanted)))
+    return Base(op, lists, names, positional)
+
+
+def _matched(schema: torch.FunctionSchema, base: torch.FunctionSchema) -> tuple[str, ...] | None:
+    arguments = {argument.name: argument for argument in base.arguments}
+    if base.overload_name.endswith("out") or len(base.arguments) < len(schema.arguments):
+        return None
+    names = []
+    for place, given in enumerate(schema.arguments):
+        found = arguments.get(given.name, base.arguments[place])
+        kind = str(given.type)
+        if str(found.type) not in (ENTRY_OF.get(kind, kind), f"Optional[{ENTRY_OF.get(kind, kind)}]"):
+            return None
+        names.append(found.name)
+    needed = [argument.name for argument in base.arguments if not argument.has_default_value()]
+    return tuple(names) if set(needed) <= set(names) else None
