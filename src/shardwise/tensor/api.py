@@ -1,0 +1,177 @@
+"""The functions around `DTensor`: distributing tensors and modules, and making distributed tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import wire
+from shardwise.errors import DistributedTwiceError, LeafError, PlacementError, message
+from shardwise.mesh.mesh import DeviceMesh
+from shardwise.mesh.world import Group, current_world
+from shardwise.sharding.placement import Cut, Partial, Placement, Replicate
+from shardwise.sharding.spec import Spec, TensorMeta, normalize
+from shardwise.tensor.dtensor import DTensor, mesh_or_current
+
+Placements = Sequence[Placement]
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Distribute a whole ``tensor`` (a leaf) over a mesh; every rank calls it.
+
+    The values are those of the rank with index ``src_data_rank`` on each axis, which sends them; with None every rank
+    takes its part of its own tensor, without communication. ``placements`` default to replicated. Raises
+    `PlacementError` if the placements do not fit, or the tensor is distributed already and otherwise.
+
+    >>> import shardwise, shardwise.sim, torch
+    >>> def body():
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     return shardwise.distribute_tensor(torch.arange(5), mesh, [shardwise.Shard(0)]).to_local().tolist()
+    >>> shardwise.sim.run(body, 2)
+    [[0, 1, 2], [3, 4]]
+    """
+    mesh = mesh_or_current(device_mesh)
+    wanted = normalize(tuple(placements or [Replicate()] * mesh.ndim), mesh, tensor.ndim)
+    if isinstance(tensor, DTensor):
+        return _already(tensor, mesh, wanted)
+    if not tensor.is_leaf:
+        raise LeafError(
+            message(
+                "distribute_tensor takes a leaf tensor",
+                got="a tensor with a gradient function",
+                do="detach it first, or use DTensor.from_local, which is differentiable",
+            )
+        )
+    spec = Spec(mesh, wanted, TensorMeta.of(tensor))
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        local = torch.empty((0,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)
+    else:
+        local = _distributed(tensor.detach(), spec, coordinate, src_data_rank)
+    made = DTensor._wrap(local, spec, tensor.requires_grad)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made  # type: ignore[return-value]
+
+
+def _already(tensor: DTensor, mesh: DeviceMesh, wanted: tuple[Placement, ...]) -> DTensor:
+    if tensor.device_mesh is not mesh or tensor.placements != wanted:
+        raise PlacementError(
+            message(
+                "the tensor is distributed already, and otherwise",
+                asked=f"placements {list(wanted)} on {mesh}",
+                got=f"{tensor._spec} on {tensor.device_mesh}",
+                do="use .redistribute(placements=...)",
+            )
+        )
+    return tensor
+
+
+def _distributed(tensor: torch.Tensor, spec: Spec, coordinate: tuple[int, ...], source: int | None) -> torch.Tensor:
+    part = tensor
+    for axis, placement in enumerate(spec.placements):
+        group = spec.mesh.axis_group(axis)
+        if isinstance(placement, Cut):
+            part = _scattered(part, placement, group, spec.mesh.axis_names[axis], source)
+        else:
+            if source is not None and group.size > 1:
+                part = wire.wait(wire.broadcast(part.contiguous(), source, group, axis=spec.mesh.axis_names[axis]))
+            if isinstance(placement, Partial):
+                part = _partial_value(part, placement, coordinate[axis], group.size)
+    return (
+        part.clone(memory_format=torch.preserve_format) if part.data_ptr() == tensor.data_ptr() else part.contiguous()
+    )
+
+
+def _scattered(part: torch.Tensor, cut: Cut, group: Group, axis: str, source: int | None) -> torch.Tensor:
+    if source is None or group.size == 1:
+        return cut.take(part, group.size, group.index)
+    pieces = [cut.take(part, group.size, index) for index in range(group.size)]
+    own = pieces[group.index]
+    sends = group.index == source
+    sent = torch.cat([piece.reshape(-1) for piece in pieces]) if sends else part.new_empty(0)
+    received = [own.numel() if index == source else 0 for index in range(group.size)]
+    splits = [piece.numel() if sends else 0 for piece in pieces]
+    return wire.wait(wire.all_to_all(sent, received, splits, group, axis=axis)).view(own.shape)
+
+
+def _partial_value(part: torch.Tensor, placement: Partial, index: int, size: int) -> torch.Tensor:
+    if placement.reduce_op in ("min", "max", "avg", "band", "bor"):
+        return part
+    if placement.reduce_op == "sum":
+        return part if index == 0 else torch.zeros_like(part)
+    return part if index == 0 else torch.ones_like(part)
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """Make the parameters and buffers of ``module`` distributed, in place, and return it.
+
+    ``partition_fn(name, submodule, mesh)`` distributes what it wants to; what it leaves is replicated.
+    ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` run before and after forward. Raises
+    `DistributedTwiceError` if the module has been distributed before.
+    """
+    mesh = mesh_or_current(device_mesh)
+    if getattr(module, "_shardwise_distributed", False):
+        raise DistributedTwiceError(
+            message("this module has been distributed before", got=type(module).__name__, do="distribute it once")
+        )
+    for name, part in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, part, mesh)
+        replicate_rest(part, mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(_before(input_fn, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(_after(output_fn, mesh))
+    module._shardwise_distributed = True  # type: ignore[assignment]
+    return module
+
+
+def replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicate the plain parameters and buffers that ``module`` itself holds."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and not isinstance(parameter.data, DTensor):
+            made = distribute_tensor(parameter.data, mesh, [Replicate()] * mesh.ndim)
+            module.register_parameter(name, nn.Parameter(made, parameter.requires_grad))
+    for name, buffer in module._buffers.items():
+        if buffer is not None and not isinstance(buffer, DTensor):
+            module._buffers[name] = distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim)
+
+
+def _before(function: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+    if len(inspect.signature(function).parameters) == 2:
+        return lambda module, inputs: function(inputs, mesh)
+    return lambda module, inputs: function(module, inputs, mesh)
+
+
+def _after(function: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+    if len(inspect.signature(function).parameters) == 2:
+        return lambda module, inputs, outputs: function(outputs, mesh)
+    return lambda module, inputs, outputs: function(module, outputs, mesh)
+
+
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Within the block, plain tensors beside distributed ones are taken as replicated: the same on every rank."""
+    memory = current_world().memory
+    before = memory.get("implicit replication", False)
+    memory["implicit replication"] = True
+    try:
+        yield
+    finally:
+        memory["implicit replication"] = before

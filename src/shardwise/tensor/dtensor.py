@@ -1,0 +1,309 @@
+"""`DTensor`: a tensor that lies over the ranks of a mesh and behaves like the whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from shardwise.errors import RedistributeError, message
+from shardwise.mesh.mesh import DeviceMesh, current_mesh
+from shardwise.redistribute import execute
+from shardwise.redistribute.planner import plan
+from shardwise.sharding.placement import Cut, Partial, Placement, Replicate
+from shardwise.sharding.spec import Spec, TensorMeta, normalize
+from shardwise.tensor import agree, dispatch
+
+Placements = Sequence[Placement]
+
+
+class DTensor(torch.Tensor):
+    """A tensor distributed over a `DeviceMesh`: every rank holds a part, every operator works on the whole.
+
+    ``shape``, ``stride`` and ``dtype`` are those of the global tensor. It is made by `distribute_tensor`,
+    `DTensor.from_local` or the factories (`zeros`, `rand`, ...), never by calling the class.
+
+    >>> import shardwise
+    >>> def body(rank):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    ...     x = shardwise.distribute_tensor(torch.arange(6.0), mesh, [shardwise.Shard(0)])
+    ...     return x.to_local().tolist(), x.sum().item()
+    >>> import shardwise.sim, torch
+    >>> shardwise.sim.run(lambda: body(0), 2)
+    [([0.0, 1.0, 2.0], 15.0), ([3.0, 4.0, 5.0], 15.0)]
+    """
+
+    __slots__ = ("_local_tensor", "_spec")
+    _local_tensor: torch.Tensor
+    _spec: Spec
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(cls, *args: object, **kwargs: object) -> DTensor:
+        raise TypeError(
+            message(
+                "a DTensor is not made by calling its class",
+                do="distribute_tensor(tensor, mesh, placements) or DTensor.from_local(part, mesh, placements)",
+            )
+        )
+
+    @classmethod
+    def _wrap(cls, local: torch.Tensor, spec: Spec, requires_grad: bool = False) -> DTensor:
+        meta = spec.meta
+        made: DTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride,
+            dtype=meta.dtype,
+            device=local.device,
+            layout=local.layout,
+            requires_grad=requires_grad,
+        )
+        made._local_tensor = local
+        made._spec = spec
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return dispatch.run(DTensor, func, args, kwargs or {})
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that the tensor lies on."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How the tensor lies on each axis of the mesh."""
+        return self._spec.placements
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Placements | None = None,
+        *,
+        run_check: bool = False,
+        shape: torch.Size | Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Placements | None = None,
+    ) -> DTensor:
+        """Make a DTensor of what each rank holds; differentiable, and without communication unless ``run_check``.
+
+        The global shape is inferred as local size times ranks for each sharded dim, unless ``shape`` and ``stride``
+        are given (as they must be for uneven shards). The gradient arrives with ``grad_placements``, by default the
+        placements themselves with pending ones replicated. Raises `PlacementError` if the placements do not fit.
+        """
+        mesh = mesh_or_current(device_mesh)
+        if isinstance(local_tensor, DTensor):
+            raise RedistributeError(
+                message("from_local takes a plain tensor", got=repr(local_tensor._spec), do="use .redistribute(...)")
+            )
+        own = normalize(tuple(placements or [Replicate()] * mesh.ndim), mesh, local_tensor.ndim)
+        meta = _global_meta(local_tensor, mesh, own, shape, stride)
+        spec = Spec(mesh, own, meta)
+        agree.check_local_shape(local_tensor, spec)
+        if run_check:
+            agree.check_locals(local_tensor, spec)
+        back = _gradient_placements(spec) if grad_placements is None else normalize(grad_placements, mesh, spec.ndim)
+        if not (torch.is_grad_enabled() and local_tensor.requires_grad):
+            return DTensor._wrap(local_tensor.detach() if local_tensor.requires_grad else local_tensor, spec)
+        return cast(DTensor, _FromLocal.apply(local_tensor, spec, back))  # type: ignore[no-untyped-call]
+
+    def to_local(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
+        """This rank's part, as a plain tensor; differentiable.
+
+        ``grad_placements`` says how the gradients of the parts make up the global one: by default like the placements,
+        with pending ones replicated.
+        """
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return self._local_tensor
+        spec = self._spec
+        back = (
+            _gradient_placements(spec) if grad_placements is None else normalize(grad_placements, spec.mesh, spec.ndim)
+        )
+        return cast(torch.Tensor, _ToLocal.apply(self, back))  # type: ignore[no-untyped-call]
+
+    def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
+        """The whole tensor, as a plain tensor on every rank; differentiable. It communicates unless replicated.
+
+        ``grad_placements`` as in `to_local`: by default every rank is taken to hold the same gradient.
+        """
+        whole = self.redistribute(placements=[Replicate()] * self._spec.mesh.ndim)
+        return _arrived(whole.to_local(grad_placements=grad_placements))
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Placements | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same tensor lying otherwise, moved by the cheapest steps; differentiable.
+
+        ``forward_dtype`` is cast to before the tensor moves, ``backward_dtype`` before its gradient moves. The gradient
+        comes back with the placements of this tensor, pending ones replicated. Raises `PlacementError` or
+        `RedistributeError` if it cannot lie so.
+        """
+        spec = self._spec
+        if placements is None:
+            raise RedistributeError(
+                message("redistribute needs placements", asked=f"{spec}.redistribute()", do="give one for each axis")
+            )
+        if device_mesh is not None and device_mesh is not spec.mesh:
+            raise RedistributeError(
+                message(
+                    "redistribute to another mesh is not supported",
+                    asked=f"{spec} on {spec.mesh} to {device_mesh}",
+                    do="distribute_tensor(x.full_tensor(), other_mesh, placements)",
+                )
+            )
+        target = normalize(placements, spec.mesh, spec.ndim)
+        source = self._cast(forward_dtype or self.dtype)
+        if target == source._spec.placements and backward_dtype is None:
+            return source
+        if not (torch.is_grad_enabled() and source.requires_grad):
+            return _moved(source, target, async_op)
+        applied = _Redistribute.apply(source, target, async_op, backward_dtype or self.dtype)  # type: ignore[no-untyped-call]
+        return cast(DTensor, applied)
+
+    def _cast(self, dtype: torch.dtype) -> DTensor:
+        return self if self.dtype == dtype else cast(DTensor, self.to(dtype))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        places = ", ".join(str(placement) for placement in self._spec.placements)
+        return (
+            f"DTensor({self._spec}, local={self._local_tensor}, device_mesh={self._spec.mesh}, placements=({places}))"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Spec, bool]]:
+        return ["_local_tensor"], (self._spec, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: tuple[Spec, bool], size: Any, stride: Any
+    ) -> DTensor:
+        spec, requires_grad = context
+        return DTensor._wrap(inner["_local_tensor"], spec, requires_grad)
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        return self.redistribute(placements=_gradient_placements(self._spec))
+
+    def __coerce_same_metadata_as_tangent__(self, context: tuple[Spec, bool], expected_type: Any = None) -> DTensor:
+        return self.redistribute(placements=context[0].placements)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) in memo:
+            return cast(DTensor, memo[id(self)])
+        if not self.is_leaf:
+            raise RuntimeError(f"only leaf DTensors can be deep-copied, and {self._spec} has a gradient function")
+        made = DTensor._wrap(copy.deepcopy(_arrived(self._local_tensor).detach(), memo), self._spec, self.requires_grad)
+        memo[id(self)] = made
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        for name, item in vars(self).items():
+            setattr(made, name, copy.deepcopy(item, memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        local = _arrived(self._local_tensor).detach()
+        return _rebuild, (local, self._spec, self.requires_grad, dict(vars(self)))
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.item(), format_spec) if self.ndim == 0 and format_spec else repr(self)
+
+
+def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, attributes: dict[str, Any]) -> DTensor:
+    made = DTensor._wrap(local, spec, requires_grad)
+    for name, item in attributes.items():
+        setattr(made, name, item)
+    return made
+
+
+def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
+    found = mesh or current_mesh()
+    if found is None:
+        raise RedistributeError(message("no mesh was given", do="pass device_mesh, or call it within `with mesh:`"))
+    return found
+
+
+def _gradient_placements(spec: Spec) -> tuple[Placement, ...]:
+    return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in spec.placements)
+
+
+def _global_meta(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> TensorMeta:
+    if shape is not None and stride is not None:
+        return TensorMeta(tuple(shape), tuple(stride), local.dtype)
+    if shape is not None:
+        return TensorMeta.contiguous(tuple(shape), local.dtype)
+    sizes, strides = list(local.shape), list(local.stride())
+    for placement, parts in zip(placements, mesh.shape, strict=True):
+        if isinstance(placement, Cut):
+            grown = strides[placement.dim]
+            strides = [step * parts if step > grown else step for step in strides]
+            sizes[placement.dim] *= parts
+    return TensorMeta(tuple(sizes), tuple(strides), local.dtype)
+
+
+def _arrived(local: torch.Tensor) -> torch.Tensor:
+    waiting = getattr(local, "wait", None)
+    return local if waiting is None else waiting()
+
+
+def _moved(source: DTensor, placements: tuple[Placement, ...], async_op: bool = False) -> DTensor:
+    spec = source._spec
+    target = spec.with_placements(placements)
+    if target is spec:
+        return DTensor._wrap(source._local_tensor, spec)
+    if spec.mesh.get_coordinate() is None:
+        return DTensor._wrap(source._local_tensor, target)
+    run = execute.run_async if async_op else execute.run
+    return DTensor._wrap(run(source._local_tensor, spec, plan(spec, target)), target)
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec, back: tuple[Placement, ...]) -> DTensor:
+        ctx.back = back
+        return DTensor._wrap(local.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> Any:
+        return gradient.redistribute(placements=ctx.back).to_local(), None, None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: DTensor, back: tuple[Placement, ...]) -> torch.Tensor:
+        ctx.spec, ctx.back = whole._spec, back
+        return whole._local_tensor.view_as(whole._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        spec = ctx.spec
+        stride = TensorMeta.contiguous(spec.shape, gradient.dtype).stride
+        return DTensor.from_local(gradient, spec.mesh, ctx.back, shape=spec.shape, stride=stride), None
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, source: DTensor, placements: tuple[Placement, ...], async_op: bool, dtype: torch.dtype
+    ) -> DTensor:
+        ctx.back, ctx.dtype, ctx.source_dtype = _gradient_placements(source._spec), dtype, source.dtype
+        return _moved(source, placements, async_op)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> Any:
+        back = gradient._cast(ctx.dtype).redistribute(placements=ctx.back)
+        return back._cast(ctx.source_dtype), None, None, None

@@ -1,0 +1,305 @@
+"""From an operator's meaning and where its operands lie to a plan: on each mesh axis the cheapest correct strategy.
+
+Everything here is decided from global facts (specs, sizes, static arguments), so that all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shardwise.errors import InplaceError, RuleError, ViewError, message
+from shardwise.mesh.mesh import DeviceMesh
+from shardwise.redistribute.planner import plan, price
+from shardwise.redistribute.steps import Step
+from shardwise.rules.equation import Strategy
+from shardwise.rules.rule import Call, Choices, Placing, Rule, choices, resolve
+from shardwise.rules.table import lookup, make_call
+from shardwise.sharding.placement import Partial, Placement, Shard, StridedShard
+from shardwise.sharding.spec import Spec, TensorMeta
+from shardwise.tensor.signature import Signature, signature
+
+Op = torch._ops.OpOverload
+Specs = Sequence[Spec | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """An operand that must lie otherwise before the local call: its place among the operands, and the steps."""
+
+    operand: int
+    source: Spec
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpPlan:
+    """What dispatch remembers of a call: what to move, what to run on the local tensors, how the results lie.
+
+    ``local`` takes the arguments as they came if ``normalized`` is False, else all of them in schema order.
+    ``expand`` stands in place of all the rest: the operator written in terms of others.
+    """
+
+    local: Callable[..., Any]
+    moves: tuple[Move, ...] = ()
+    outputs: tuple[Spec | None, ...] = ()
+    normalized: bool = False
+    expand: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call as propagation sees it: static arguments as they are, `TensorMeta` for tensors, a spec for each operand."""
+
+    op: Op
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    specs: tuple[Spec | None, ...]
+    mesh: DeviceMesh
+    coordinate: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        specs = iter([spec for spec in self.specs if spec is not None])
+
+        def text(argument: object) -> str:
+            if isinstance(argument, TensorMeta):
+                return repr(next(specs))
+            if isinstance(argument, (list, tuple)):
+                return "[" + ", ".join(text(item) for item in argument) + "]"
+            return repr(argument)
+
+        given = [text(argument) for argument in self.args]
+        given += [f"{name}={text(argument)}" for name, argument in self.kwargs.items()]
+        return f"{self.op}({', '.join(given)}) on {self.mesh}"
+
+
+def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
+    """Plan a call (with ``whole``: on whole operands only); raises `RuleError`, `ViewError` or `InplaceError` where there is no correct way to run it."""
+    rule = lookup(asked.op)
+    if rule is None:
+        raise RuleError(
+            message(
+                f"{asked.op} has no sharding rule",
+                asked=asked,
+                do="shardwise.register_rule(...) for it, or call it on .full_tensor()",
+            )
+        )
+    traits = signature(asked.op)
+    if rule.meaning == "" and rule.expand is not None:
+        return OpPlan(asked.op, expand=rule.expand)
+    call = make_call(asked.op, asked.args, asked.kwargs, output_metas(asked, traits))
+    rule, meaning = resolve(rule, call)
+    if meaning == "":
+        return OpPlan(asked.op, expand=rule.expand)
+    ways = choices(replace(rule, meaning=meaning), call)
+    chosen = _choose(asked, traits, call, ways, rule, whole)
+    return OpPlan(asked.op, expand=rule.expand) if chosen is None else _plan(asked, call, ways, chosen)
+
+
+def output_metas(asked: Asked, traits: Signature) -> tuple[TensorMeta | None, ...]:
+    """What torch's own kernels on the ``meta`` device say the outputs look like."""
+    if traits.returns in ("other", "nothing"):
+        return ()
+    args = tuple(_meta(argument) for argument in asked.args)
+    kwargs = {name: _meta(argument) for name, argument in asked.kwargs.items()}
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")
+    kwargs.pop("pin_memory", None)
+    results = asked.op(*args, **kwargs)
+    if isinstance(results, torch.Tensor):
+        return (TensorMeta.of(results),)
+    return tuple(TensorMeta.of(result) if isinstance(result, torch.Tensor) else None for result in results)
+
+
+def _meta(argument: Any) -> Any:
+    if isinstance(argument, TensorMeta):
+        return torch.empty_strided(argument.shape, argument.stride, dtype=argument.dtype, device="meta")
+    if isinstance(argument, (list, tuple)):
+        return [_meta(item) for item in argument]
+    if isinstance(argument, torch.Generator):
+        return None
+    return argument
+
+
+Chosen = tuple[str, Strategy]
+
+
+def _choose(
+    asked: Asked, traits: Signature, call: Call, ways: Choices, rule: Rule, whole: bool
+) -> list[Strategy] | None:
+    written, viewed = _operands_at(call, asked, traits.written), _operands_at(call, asked, traits.viewed)
+    chosen: list[Strategy] = []
+    current = list(asked.specs)
+    sizes = ways.sizes
+    for axis, parts in enumerate(asked.mesh.shape):
+        all_ways = [
+            (label, variant)
+            for label in ways.labels
+            if (strategy := ways.strategy(label, parts, sizes)) is not None
+            for variant in _variants(label, strategy, current, axis, ways)
+            if not whole or all(role is None or role.is_replicate() for role in variant.inputs)
+        ]
+        allowed = [way for way in all_ways if _keeps(way[1], current, axis, written)]
+        pick = next((way for way in allowed if _moves_nothing(way[1], current, axis)), None)
+        if pick is None and rule.expand is not None:
+            return None
+        if pick is None:
+            pick = _cheapest(allowed, current, axis, viewed)
+        if pick is None:
+            raise _refusal(asked, axis, all_ways, allowed)
+        chosen.append(pick[1])
+        current = _after(current, axis, pick[1].inputs)
+        sizes = ways.after(pick[0], parts, sizes)
+    return chosen
+
+
+def _operands_at(call: Call, asked: Asked, places: tuple[int, ...]) -> tuple[int, ...]:
+    if not places:
+        return ()
+    names = signature(asked.op).names
+    found: list[int] = []
+    operand = 0
+    for place, argument in enumerate(call.args[: len(names)]):
+        count = _count(call.op, place, argument)
+        if place in places:
+            found.extend(range(operand, operand + count))
+        operand += count
+    return tuple(found)
+
+
+def _count(op: Op, place: int, argument: object) -> int:
+    kind = str(op._schema.arguments[place].type)
+    if kind in ("Tensor", "Optional[Tensor]"):
+        return 1
+    if kind in ("List[Tensor]", "List[Optional[Tensor]]") and isinstance(argument, (list, tuple)):
+        return len(argument)
+    return 0
+
+
+def _variants(label: str, strategy: Strategy, current: Specs, axis: int, ways: Choices) -> Iterator[Strategy]:
+    yield strategy
+    if not ways.takes_any_cut(label):
+        return
+    lying = {spec.placements[axis] for spec in current if spec is not None}
+    for factor in sorted({placement.split_factor for placement in lying if isinstance(placement, StridedShard)}):
+        yield Strategy(_strided(strategy.inputs, factor), _strided(strategy.outputs, factor))
+
+
+def _strided(roles: tuple[Placement | None, ...], factor: int) -> tuple[Placement | None, ...]:
+    return tuple(StridedShard(role.dim, factor) if isinstance(role, Shard) else role for role in roles)
+
+
+def _keeps(strategy: Strategy, current: Specs, axis: int, written: tuple[int, ...]) -> bool:
+    for number, operand in enumerate(written):
+        spec = current[operand]
+        if spec is None:
+            continue
+        if not strategy.inputs[operand] == spec.placements[axis]:
+            return False
+        if number < len(strategy.outputs) and strategy.outputs[number] != spec.placements[axis]:
+            return False
+    return True
+
+
+def _moves_nothing(strategy: Strategy, current: Specs, axis: int) -> bool:
+    return all(
+        spec is None or role is None or spec.placements[axis] is role
+        for spec, role in zip(current, strategy.inputs, strict=True)
+    )
+
+
+def _cheapest(allowed: list[Chosen], current: Specs, axis: int, viewed: tuple[int, ...]) -> Chosen | None:
+    best, least = None, float("inf")
+    for way in allowed:
+        if not _reachable(way[1], current, axis):
+            continue
+        costs = [
+            0.0
+            if spec is None or role is None or spec.placements[axis] is role
+            else price(spec, _placed(spec, axis, role))
+            for spec, role in zip(current, way[1].inputs, strict=True)
+        ]
+        if sum(costs) < least and not any(costs[operand] for operand in viewed):
+            best, least = way, sum(costs)
+    return best
+
+
+def _reachable(strategy: Strategy, current: Specs, axis: int) -> bool:
+    # A pending result can be made of a whole tensor only; to make one of shards, or of another reduction, gains nothing.
+    return all(
+        spec is None
+        or not isinstance(role, Partial)
+        or spec.placements[axis] is role
+        or spec.placements[axis].is_replicate()
+        for spec, role in zip(current, strategy.inputs, strict=True)
+    )
+
+
+def _placed(spec: Spec, axis: int, role: Placement) -> Spec:
+    return spec.with_placements((*spec.placements[:axis], role, *spec.placements[axis + 1 :]))
+
+
+def _after(current: Specs, axis: int, roles: Specs | tuple[Placement | None, ...]) -> list[Spec | None]:
+    return [
+        spec if spec is None or not isinstance(role, Placement) else _placed(spec, axis, role)
+        for spec, role in zip(current, roles, strict=True)
+    ]
+
+
+def _plan(asked: Asked, call: Call, ways: Choices, chosen: list[Strategy]) -> OpPlan:
+    targets = [
+        None
+        if spec is None
+        else spec.with_placements(_column([way.inputs for way in chosen], operand, spec.placements))
+        for operand, spec in enumerate(asked.specs)
+    ]
+    outputs = tuple(
+        None if meta is None else Spec(asked.mesh, _column([way.outputs for way in chosen], place, ()), meta)
+        for place, meta in enumerate(call.outputs)
+    )
+    moves = tuple(
+        Move(operand, source, plan(source, target))
+        for operand, (source, target) in enumerate(zip(asked.specs, targets, strict=True))
+        if source is not None and target is not None and source is not target
+    )
+    if ways.local is None or asked.coordinate is None:
+        return OpPlan(asked.op, moves, outputs)
+    local = ways.local(call, Placing(tuple(targets), outputs, asked.coordinate))
+    return OpPlan(local, moves, outputs, normalized=True)
+
+
+def _column(
+    roles: list[tuple[Placement | None, ...]], place: int, default: tuple[Placement, ...]
+) -> tuple[Placement, ...]:
+    column = [row[place] for row in roles]
+    return tuple(default[axis] if role is None else role for axis, role in enumerate(column))
+
+
+def _refusal(asked: Asked, axis: int, all_ways: list[Chosen], allowed: list[Chosen]) -> Exception:
+    name = asked.mesh.axis_names[axis]
+    if not all_ways:
+        return RuleError(message(f"{asked.op} cannot run on shards of these sizes", asked=asked, do=_replicate(name)))
+    if not allowed:
+        return InplaceError(
+            message(
+                f"{asked.op} would change how the tensor it writes to is sharded over axis {name}",
+                asked=asked,
+                got=f"on axis {name} it can run as: {'; '.join(str(way) for _, way in all_ways)}",
+                do=f"use the out-of-place operator, or {_replicate(name)}",
+            )
+        )
+    return ViewError(
+        message(
+            f"{asked.op} is a view, and a view never communicates; this one would have to on axis {name}",
+            asked=asked,
+            got=f"on axis {name} it is exact for: {'; '.join(str(way) for _, way in allowed)}",
+            do=f"{_replicate(name)}, or redistribute it to one of these shardings",
+        )
+    )
+
+
+def _replicate(name: str) -> str:
+    return f"redistribute the tensor to Replicate() on axis {name} first"

@@ -1,0 +1,137 @@
+"""One stream of random numbers, whatever the sharding.
+
+A random operator on a distributed tensor draws the numbers of the *global* tensor, on every rank the same, and keeps
+this rank's part: so the values are those of one device with the same seed, whatever the mesh and the placements.
+The stream of a mesh starts as its first rank's default generator stands at the first use, and starts again after
+``torch.manual_seed``; what a rank draws by itself on plain tensors does not disturb it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwise.comm import wire
+from shardwise.errors import InplaceError, message
+from shardwise.mesh.mesh import DeviceMesh
+from shardwise.mesh.world import current_world
+from shardwise.sharding.placement import Partial, Replicate
+from shardwise.sharding.spec import Spec
+from shardwise.tensor.propagate import Asked, OpPlan, propagate
+from shardwise.tensor.signature import signature
+
+LIKE = ("rand_like", "randn_like", "randint_like")
+
+
+def draws(asked: Asked) -> bool:
+    """Whether the call draws random numbers."""
+    traits = signature(asked.op)
+    if not traits.is_random:
+        return False
+    if "dropout_p" in traits.names:
+        place = traits.names.index("dropout_p")
+        given = asked.args[place] if place < len(asked.args) else asked.kwargs.get("dropout_p", traits.defaults[place])
+        return bool(given)
+    return True
+
+
+def plan_random(asked: Asked) -> OpPlan:
+    """Plan a call that draws: fills cut the global draw, anything else runs on whole operands."""
+    traits = signature(asked.op)
+    fills = traits.written == (0,) and len(asked.specs) == 1
+    alike = asked.op.name().removeprefix("aten::").partition(".")[0] in LIKE
+    spec = asked.specs[0] if asked.specs else None
+    if spec is not None and (fills or alike):
+        return _plan_fill(asked, spec, alike)
+    planned = propagate(asked, whole=True)
+    if planned.expand is not None:
+        return planned
+    return replace(planned, local=_streamed(planned.local, asked.mesh))
+
+
+def _plan_fill(asked: Asked, spec: Spec, alike: bool) -> OpPlan:
+    if alike:
+        plan = propagate(asked, whole=True)
+        meta = plan.outputs[0].meta if plan.outputs[0] is not None else spec.meta
+        kept = [Replicate() if isinstance(role, Partial) else role for role in spec.placements]
+        spec = Spec(asked.mesh, tuple(kept), meta)
+    elif any(isinstance(role, Partial) for role in spec.placements):
+        raise InplaceError(
+            message(
+                f"{asked.op} cannot fill a tensor whose reduction is pending",
+                asked=asked,
+                do="redistribute it to Replicate() or Shard(dim) first",
+            )
+        )
+    coordinate = asked.coordinate
+
+    def fill(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        meta = spec.meta
+        whole = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=local.device)
+        with stream(asked.mesh, local.device, kwargs.get("generator")):
+            drawn = asked.op(whole, *args, **kwargs)
+        assert coordinate is not None
+        part = spec.take(drawn, coordinate)
+        return part.clone() if alike else local.copy_(part)
+
+    return OpPlan(fill, (), (spec,))
+
+
+def _streamed(local: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+    def drawing(*args: Any, **kwargs: Any) -> Any:
+        device = next((item.device for item in args if isinstance(item, torch.Tensor)), torch.device(mesh.device_type))
+        with stream(mesh, device, kwargs.get("generator")):
+            return local(*args, **kwargs)
+
+    return drawing
+
+
+@contextlib.contextmanager
+def stream(mesh: DeviceMesh, device: torch.device, given: torch.Generator | None = None) -> Iterator[None]:
+    """Let the default generator of ``device`` be the stream of ``mesh`` within the block; ``given`` takes its place."""
+    if given is not None:
+        yield
+        return
+    generator = _default_generator(device)
+    streams = current_world().memory.setdefault("random streams", {})
+    own = generator.get_state()
+    if (mesh, device) not in streams or _is_fresh(generator, own):
+        streams[mesh, device] = _agree(mesh, own, device)
+        own = _used(generator, device)
+    generator.set_state(streams[mesh, device])
+    try:
+        yield
+    finally:
+        streams[mesh, device] = generator.get_state()
+        generator.set_state(own)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
+    return generator
+
+
+def _is_fresh(generator: torch.Generator, state: torch.Tensor) -> bool:
+    """Whether the generator was seeded and nothing has been drawn from it since."""
+    seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    return torch.equal(seeded.get_state(), state)
+
+
+def _used(generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    # A draw marks the generator as used, so that only a new seed makes it fresh again.
+    torch.rand((), device=device, generator=generator)
+    return generator.get_state()
+
+
+def _agree(mesh: DeviceMesh, state: torch.Tensor, device: torch.device) -> torch.Tensor:
+    group = mesh.axes_group(tuple(range(mesh.ndim)))
+    carried = state.to(mesh.device_type) if mesh.device_type != "meta" else state
+    return wire.wait(wire.broadcast(carried, 0, group)).to(state.device)

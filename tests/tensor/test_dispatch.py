@@ -1,0 +1,261 @@
+"""One operator call on distributed tensors: plans, in-place and mixed calls, lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise import (
+    DTensor,
+    InplaceError,
+    MixedTensorError,
+    Partial,
+    PlacementError,
+    Replicate,
+    RuleError,
+    Shard,
+    ViewError,
+    current_world,
+    distribute_tensor,
+    implicit_replication,
+    init_device_mesh,
+    sim,
+)
+from shardwise.comm import wire
+
+
+def line(size=2):
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("x",))
+
+
+def counted(function):
+    """What ``function`` returns, and the collectives that it needed."""
+    sent = []
+    with wire.observing(lambda transmission: sent.append(transmission.op)):
+        result = function()
+    return result, sent
+
+
+def test_operators_that_lie_right_need_no_communication() -> None:
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0), Replicate()])
+        up = distribute_tensor(torch.randn(6, 8), mesh, [Replicate(), Shard(1)])
+        down = distribute_tensor(torch.randn(8, 6), mesh, [Replicate(), Shard(0)])
+        out, sent = counted(lambda: F.gelu(x @ up) @ down + x)
+        return sent, out.placements
+
+    assert sim.run(body, 4) == [([], (Shard(0), Partial()))] * 4
+
+
+def test_a_nonlinear_function_reduces_first() -> None:
+    parts = torch.randn(3, 4)
+
+    def body():
+        mesh = line(3)
+        pending = DTensor.from_local(parts[mesh.get_local_rank()], mesh, [Partial()])
+        result, sent = counted(lambda: pending.exp())
+        return result.full_tensor(), sent
+
+    for full, sent in sim.run(body, 3):
+        torch.testing.assert_close(full, parts.sum(0).exp())
+        assert len(sent) == 1
+
+
+def test_a_number_is_added_once_to_a_pending_sum() -> None:
+    def body():
+        pending = distribute_tensor(torch.arange(4.0), line(), [Shard(0)]).sum()
+        return (pending + 1).item(), (pending * 2).item(), (pending * 2).placements, (1 - pending).item()
+
+    assert sim.run(body, 2) == [(7.0, 12.0, (Partial(),), -5.0)] * 2
+
+
+def test_equal_keys_of_different_types_have_plans_of_their_own() -> None:
+    """1, 1.0 and True are equal; adding them to integers gives integers, floats and integers."""
+
+    def body():
+        x = distribute_tensor(torch.arange(4), line(), [Shard(0)])
+        for number in (1, 1.0, True, 1, 1.0):
+            dense = torch.arange(4) + number
+            result = x + number
+            assert result.dtype == dense.dtype
+            torch.testing.assert_close(result.full_tensor(), dense)
+
+    sim.run(body, 2)
+
+
+def test_other_arguments_have_plans_of_their_own() -> None:
+    dense = torch.randn(4, 4)
+
+    def body():
+        x = distribute_tensor(dense, line(), [Shard(0)])
+        for _ in range(2):
+            for dim, keepdim in ((0, False), (0, True), (1, False), (1, True)):
+                torch.testing.assert_close(x.sum(dim, keepdim).full_tensor(), dense.sum(dim, keepdim))
+            for alpha in (1, 2.5):
+                torch.testing.assert_close(torch.add(x, x, alpha=alpha).full_tensor(), dense + alpha * dense)
+
+    sim.run(body, 2)
+
+
+def test_plans_are_remembered_for_a_rank_and_bounded() -> None:
+    def body():
+        x = distribute_tensor(torch.ones(4), line(), [Shard(0)])
+        x + x
+        plans = current_world().memory["plans"]
+        before = len(plans)
+        x + x
+        return len(plans) - before
+
+    assert sim.run(body, 2) == [0, 0]
+
+
+def test_in_place_operators_write_to_the_same_tensor() -> None:
+    dense = torch.randn(5, 2)
+
+    def body():
+        x = distribute_tensor(dense, line(), [Shard(0)])
+        same = x.mul_(2).add_(distribute_tensor(dense, line(), [Replicate()]), alpha=3)
+        assert same is x
+        return x.full_tensor(), x.placements
+
+    for full, placements in sim.run(body, 2):
+        torch.testing.assert_close(full, 5 * dense)
+        assert placements == (Shard(0),)
+
+
+def test_an_in_place_operator_that_would_move_its_target_is_refused_unchanged() -> None:
+    def body():
+        x = distribute_tensor(torch.arange(4.0), line(), [Shard(0)])
+        pending = x.sum()
+        before = pending.to_local().clone()
+        with pytest.raises(InplaceError, match=r"exp_.*\n.*asked .*f32\[\]\{sum@x\}"):
+            pending.exp_()
+        assert torch.equal(pending.to_local(), before)
+
+    sim.run(body, 2)
+
+
+def test_out_operators_fill_the_given_tensor() -> None:
+    dense = torch.randn(4, 3)
+
+    def body():
+        x = distribute_tensor(dense, line(), [Shard(0)])
+        out = distribute_tensor(torch.zeros(4, 3), line(), [Shard(0)])
+        assert torch.exp(x, out=out) is out
+        return out.full_tensor()
+
+    for full in sim.run(body, 2):
+        torch.testing.assert_close(full, dense.exp())
+
+
+def test_views_share_storage_and_never_communicate() -> None:
+    def body():
+        x = distribute_tensor(torch.zeros(4, 6), line(), [Shard(0)])
+        (_, sent) = counted(lambda: x.view(4, 2, 3).transpose(0, 1).add_(1))
+        assert sent == []
+        with pytest.raises(ViewError, match="never communicates"):
+            x.view(3, 8)
+        return x.full_tensor()
+
+    for full in sim.run(body, 2):
+        torch.testing.assert_close(full, torch.ones(4, 6))
+
+
+def test_plain_tensors_beside_distributed_ones() -> None:
+    def body():
+        x = distribute_tensor(torch.ones(4), line(), [Shard(0)])
+        assert (x + torch.tensor(2.0)).full_tensor().tolist() == [3.0] * 4
+        with pytest.raises(MixedTensorError, match="mixed torch.Tensor and DTensor"):
+            x + torch.ones(4)
+        with implicit_replication(), implicit_replication():
+            pass
+        with implicit_replication():
+            assert (x + torch.arange(4)).full_tensor().tolist() == [1.0, 2.0, 3.0, 4.0]
+
+    sim.run(body, 2)
+
+
+def test_tensors_of_two_meshes_are_refused() -> None:
+    def body():
+        x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (4,)), [Shard(0)])
+        y = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2, 2)), [Shard(0), Replicate()])
+        with pytest.raises(PlacementError, match="different meshes"):
+            x + y
+
+    sim.run(body, 4)
+
+
+def test_an_operator_without_a_rule_names_itself_and_the_remedy() -> None:
+    def body():
+        x = distribute_tensor(torch.rand(4, 4), line(), [Shard(0)])
+        with pytest.raises(RuleError, match=r"aten\._cdist_forward.*\n.*asked .*f32\[4@x, 4\](.*\n)*.*register_rule"):
+            torch.cdist(x, x)
+
+    sim.run(body, 2)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_optimizers_over_mixed_parameters(optimizer, foreach) -> None:
+    dense = [torch.randn(4, 3), torch.randn(5), torch.randn(3), torch.randn(2, 2)]
+    options = {"lr": 0.1, "foreach": foreach} | ({"momentum": 0.9} if optimizer is torch.optim.SGD else {})
+
+    def steps(parameters):
+        made = optimizer(parameters, **options)
+        for _ in range(3):
+            made.zero_grad()
+            sum((parameter**2).sum() for parameter in parameters).backward()
+            made.step()
+        return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in parameters]
+
+    def body():
+        placed = zip(dense, [Shard(0), Shard(0), Replicate()], strict=False)
+        mine = [nn.Parameter(distribute_tensor(t.clone(), line(), [p])) for t, p in placed]
+        return steps([*mine, nn.Parameter(dense[3].clone())])
+
+    def only_distributed():
+        mine = [nn.Parameter(distribute_tensor(t.clone(), line(), [Shard(0)])) for t in dense]
+        return steps(mine)
+
+    expected = steps([nn.Parameter(t.clone()) for t in dense])
+    run = only_distributed
+    for got in sim.run(run, 2):
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other.detach())
+
+
+def test_linear_on_batch_and_sequence_shards() -> None:
+    """[batch@dp, seq@tp, hidden] through nn.Linear, forward and backward, without communication but for the weight."""
+    x, layer = torch.randn(4, 6, 8), nn.Linear(8, 5)
+
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mine = distribute_tensor(x, mesh, [Shard(0), Shard(1)]).requires_grad_()
+        weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh))
+        bias = nn.Parameter(distribute_tensor(layer.bias.data, mesh))
+        out, sent = counted(lambda: F.linear(mine, weight, bias))
+        _, sent_back = counted(lambda: out.sum().backward())
+        return out.full_tensor(), sent + sent_back, mine.grad.full_tensor(), weight.grad.full_tensor()
+
+    dense = x.clone().requires_grad_()
+    layer(dense).sum().backward()
+    for out, sent, gradient, of_weight in sim.run(body, 4):
+        torch.testing.assert_close(out, layer(x))
+        assert sent == []
+        torch.testing.assert_close(gradient, dense.grad)
+        torch.testing.assert_close(of_weight, layer.weight.grad)
+
+
+def test_inference_mode_takes_composite_operators_apart() -> None:
+    x, w = torch.randn(2, 3, 4), torch.randn(5, 4)
+
+    def body():
+        with torch.inference_mode():
+            mine = distribute_tensor(x, line(), [Shard(0)])
+            return F.linear(mine, distribute_tensor(w, line())).full_tensor()
+
+    for full in sim.run(body, 2):
+        torch.testing.assert_close(full, F.linear(x, w))
