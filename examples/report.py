@@ -54,7 +54,9 @@ def show_communication(console: Console, sent: CommDebugMode, steps: int) -> Non
         key = (transmission.axis or "world", transmission.op)
         counts[key] += 1
         sizes[key] += transmission.bytes
-    table = Table("axis", "collective", "calls a step", "bytes a step", title=f"\nsent by rank 0 in each of {steps} steps")
+    table = Table(
+        "axis", "collective", "calls a step", "bytes a step", title=f"\nsent by rank 0 in each of {steps} steps"
+    )
     for axis, op in sorted(counts):
         table.add_row(axis, op, f"{counts[axis, op] / steps:,.1f}", f"{sizes[axis, op] / steps:,.0f}")
     console.print(table if counts else "\nnothing was sent")

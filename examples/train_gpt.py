@@ -17,12 +17,12 @@ from pathlib import Path
 from pydoc_data import topics
 
 import torch
-from gpt import GPT, Attention, Config, FeedForward, batches, loss_of
-from report import Report, compare, console_of, draw, progress, show_communication
 from rich.console import Console
 from torch import Tensor, nn
 
 import shardwise
+from gpt import GPT, Attention, Config, FeedForward, batches, loss_of
+from report import Report, compare, console_of, draw, progress, show_communication
 from shardwise import DeviceMesh, DTensor, Replicate, Shard
 from shardwise.debug import CommDebugMode, visualize_sharding
 
@@ -83,6 +83,7 @@ def reduce_gradients(model: nn.Module) -> None:
 
 # ---------------------------------------------------------------------------------------------- training
 
+
 def train(
     model: GPT,
     data: list[tuple[Tensor, Tensor]],
@@ -108,15 +109,17 @@ def train(
 
 def train_on_mesh(
     config: Config, mesh: DeviceMesh, data: list[tuple[Tensor, Tensor]], seed: int, rate: float, report: Report
-) -> tuple[GPT, list[float]]:
-    """Train a fresh GPT on ``mesh``; returns it with its losses."""
+) -> tuple[GPT, list[float], CommDebugMode]:
+    """Train a fresh GPT on ``mesh``; returns it with its losses and what the training sent."""
     torch.manual_seed(seed)
     model = distribute(GPT(config), mesh)
 
     def lay(tokens: Tensor) -> Tensor:
         return shardwise.distribute_tensor(tokens, mesh, [Shard(0), Shard(1)], src_data_rank=None)
 
-    return model, train(model, data, lay, reduce_gradients, report, rate)
+    with CommDebugMode() as sent:
+        losses = train(model, data, lay, reduce_gradients, report, rate)
+    return model, losses, sent
 
 
 def train_alone(
@@ -144,13 +147,15 @@ def main(argv: list[str] | None = None) -> int:
     mesh = shardwise.init_device_mesh("cpu", tuple(shape[axis] for axis in AXES), mesh_dim_names=AXES)
     data = batches(text, config, options.batch, options.steps, options.seed)
     tokens = options.batch * options.context
-    console.print(f"{mesh}, {len(text):,} bytes of text, {options.steps} steps of {options.batch} x {config.context} bytes")
+    console.print(
+        f"{mesh}, {len(text):,} bytes of text, {options.steps} steps of {options.batch} x {config.context} bytes"
+    )
     alone = None
     if options.check and world.rank == 0:
         with progress(console, "alone", options.steps, tokens) as report:
             _, alone = train_alone(config, data, options.seed, options.rate, report)
-    with CommDebugMode() as sent, progress(console, "mesh", options.steps, tokens) as report:
-        model, losses = train_on_mesh(config, mesh, data, options.seed, options.rate, report)
+    with progress(console, "mesh", options.steps, tokens) as report:
+        model, losses, sent = train_on_mesh(config, mesh, data, options.seed, options.rate, report)
     show_communication(console, sent, options.steps)
     console.print("\nblocks.0.feed_forward.up.weight:")
     visualize_sharding(model.blocks[0].feed_forward.up.weight)

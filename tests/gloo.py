@@ -25,7 +25,8 @@ def run_gloo(fn: Callable[..., T], n: int, *args: object, timeout: float = 60) -
     ``fn``, its arguments and results must pickle, so ``fn`` is a function at the top of a module. The first rank that
     fails fails the run, with its traceback; no process outlives the call.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "shardwise"])  # imported once for all runs, before any thread is started
     port = free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(n)]
     ranks = [

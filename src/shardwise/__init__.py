@@ -27,7 +27,7 @@ from shardwise.errors import (
 )
 from shardwise.mesh.mesh import DeviceMesh, current_mesh, init_device_mesh
 from shardwise.mesh.world import World, current_world, dry_world, use_world
-from shardwise.rules.table import register_rule
+from shardwise.rules.table import register_rule, unregister_rule
 from shardwise.sharding.placement import Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.tensor.api import distribute_module, distribute_tensor, implicit_replication
 from shardwise.tensor.dtensor import DTensor
@@ -83,6 +83,7 @@ __all__ = [
     "randn",
     "register_rule",
     "register_sharding",
+    "unregister_rule",
     "use_world",
     "zeros",
 ]

@@ -84,7 +84,7 @@ def value(cls: type[T]) -> type[T]:
     """Turn a class with annotated fields into an interned value.
 
     The fields must be hashable once ``__post_init__`` has run. The class is made anew, so its methods cannot use
-    ``super()`` without arguments. The pool holds the fields for as long as the value lives: a class whose fields remember
+    ``super()`` without arguments. The pool holds the fields while the value lives: a class whose fields remember
     values made from them must say in ``_key`` what to compare instead, or these are never freed.
     """
     bases = tuple(base for base in cls.__bases__ if base is not object)

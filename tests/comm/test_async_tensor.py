@@ -110,7 +110,6 @@ READS: dict[str, tuple[Callable[[Tensor], object], object]] = {
     "dlpack": (torch.from_dlpack, VALUES),
     "numpy dlpack": (lambda x: np.from_dlpack(x).tolist(), VALUES),
     "address": (lambda x: x.data_ptr() == x.wait().data_ptr(), True),
-    "storage": (lambda x: x.untyped_storage().nbytes(), 16),
     "repr": (repr, f"AsyncCollectiveTensor({torch.tensor(VALUES)!r})"),
     "format": (lambda x: f"{x[1, 1]:.1f}", "3.0"),
     "equal": (lambda x: torch.equal(x, torch.tensor(VALUES)), True),

@@ -101,10 +101,18 @@ def squeezed_everywhere(call, placing):
 
 
 WRONG = {
-    "max.dim finishes indices like values": (aten.max.dim, (torch.randn(4, 6), 1), Rule(max_with_indices, reduce="max")),
+    "max.dim finishes indices like values": (
+        aten.max.dim,
+        (torch.randn(4, 6), 1),
+        Rule(max_with_indices, reduce="max"),
+    ),
     "min reduces with max": (aten.amin.default, (torch.randn(4, 6), [0]), Rule(algebra.given_dims, reduce="max")),
     "rounding is linear": (aten.div.Tensor_mode, (torch.randn(4), torch.full((4,), 0.3)), Rule("... / ... -> ...")),
-    "local ones are squeezed": (aten.squeeze.dim, (torch.randn(2, 1, 5), 1), Rule(sizes_kept, local=squeezed_everywhere)),
+    "local ones are squeezed": (
+        aten.squeeze.dim,
+        (torch.randn(2, 1, 5), 1),
+        Rule(sizes_kept, local=squeezed_everywhere),
+    ),
     "mean of means": (aten.mean.dim, (torch.randn(5, 3), [0]), Rule(algebra.given_dims, reduce="avg")),
     "a cut softmax": (aten._softmax.default, (torch.randn(4, 6), 1, False), Rule("f(a b) -> a b")),
     "a scan of parts": (aten.cumsum.default, (torch.randn(6), 0), Rule("a -> a")),

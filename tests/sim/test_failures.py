@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.errors import WorldError
 from shardwise.mesh.world import current_world
 from shardwise.sim import CollectiveMismatchError, DeadlockError, RankError, run
+from shardwise.sim.lockstep import RankThread
 
 NATIVE = torch.ops._c10d_functional
 HERE = "test_failures.py"
@@ -230,6 +232,36 @@ def test_polling_lets_the_others_run() -> None:
         return x.item()
 
     assert run(program, 3) == [3.0] * 3
+
+
+def test_polling_for_ever_is_a_deadlock() -> None:
+    def program(rank: int) -> None:
+        work = dist.all_reduce(torch.ones(1), async_op=True) if rank else None
+        while work is not None and not work.is_completed():
+            pass
+
+    text = fails(DeadlockError, program)
+    assert "rank 0 has finished" in text
+    assert line_of(program, 2) in text
+
+
+def test_groups_end_with_their_run() -> None:
+    group = run(lambda: current_world().group(range(2)).process_group, 2)[0]
+    with pytest.raises(WorldError, match="run has ended"):
+        group.allreduce([torch.ones(1)])
+
+
+def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = RankThread.start
+
+    def start_two(thread: RankThread) -> None:
+        if thread.rank == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(RankThread, "start", start_two)
+    with pytest.raises(RuntimeError, match="can't start"):
+        run(dist.get_rank, 4)
 
 
 def test_the_caller_can_break_off_a_run() -> None:

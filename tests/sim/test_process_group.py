@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import CollectiveError
 from shardwise.mesh.world import current_world
@@ -204,3 +206,37 @@ def test_results_need_no_autograd() -> None:
         return x
 
     assert all(x.requires_grad and x.is_leaf and x.tolist() == [2, 2] for x in run(leaf, 2))
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_a_rank_do_not_see_how_data_moves() -> None:
+    def program() -> tuple[list[str], float]:
+        x = torch.ones(1)
+        with Recorder() as recorder:
+            dist.all_reduce(x)
+            wait(NATIVE.all_reduce(x, "sum", group_name()))
+        return recorder.seen, x.item()
+
+    for seen, total in run(program, 2):
+        assert seen == ["_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"]
+        assert total == 2
+
+
+def test_default_devices_and_dtypes_of_a_rank_do_not_matter() -> None:
+    def program() -> float:
+        x = torch.ones(3, dtype=torch.bfloat16)
+        with torch.device("meta"):
+            dist.all_reduce(x, op=dist.ReduceOp.AVG)
+            dist.all_gather_single(torch.empty(6, device="cpu"), torch.ones(3, device="cpu"))
+        return x.sum().item()
+
+    assert run(program, 2) == [3.0] * 2

@@ -126,7 +126,8 @@ def test_factories_give_global_shapes_and_values() -> None:
         torch.testing.assert_close(zero, torch.zeros(5, 2))
         torch.testing.assert_close(one, torch.ones(5, 2))
         torch.testing.assert_close(seven, torch.full((5, 2), 7))
-        assert unset.shape == (5, 2) and unset.dtype == torch.int32
+        assert unset.shape == (5, 2)
+        assert unset.dtype == torch.int32
 
 
 def test_local_map_over_even_and_uneven_shards() -> None:

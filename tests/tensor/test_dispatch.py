@@ -21,7 +21,9 @@ from shardwise import (
     distribute_tensor,
     implicit_replication,
     init_device_mesh,
+    register_rule,
     sim,
+    unregister_rule,
 )
 from shardwise.comm import wire
 
@@ -112,6 +114,18 @@ def test_plans_are_remembered_for_a_rank_and_bounded() -> None:
     assert sim.run(body, 2) == [0, 0]
 
 
+def test_a_new_rule_voids_what_was_planned() -> None:
+    def body():
+        x = distribute_tensor(torch.arange(4.0), line(1), [Shard(0)])
+        assert torch.erfinv(x).placements == (Shard(0),)
+        register_rule("erfinv", "f([n]) -> [n]")
+        after = torch.erfinv(x).placements
+        unregister_rule("erfinv")
+        return after
+
+    assert sim.run(body, 1) == [(Replicate(),)]
+
+
 def test_in_place_operators_write_to_the_same_tensor() -> None:
     dense = torch.randn(5, 2)
 
@@ -168,12 +182,14 @@ def test_plain_tensors_beside_distributed_ones() -> None:
     def body():
         x = distribute_tensor(torch.ones(4), line(), [Shard(0)])
         assert (x + torch.tensor(2.0)).full_tensor().tolist() == [3.0] * 4
-        with pytest.raises(MixedTensorError, match="mixed torch.Tensor and DTensor"):
+        with pytest.raises(MixedTensorError, match=r"mixed torch\.Tensor and DTensor"):
             x + torch.ones(4)
         with implicit_replication(), implicit_replication():
             pass
         with implicit_replication():
             assert (x + torch.arange(4)).full_tensor().tolist() == [1.0, 2.0, 3.0, 4.0]
+        with pytest.raises(MixedTensorError):
+            x + torch.arange(4)
 
     sim.run(body, 2)
 

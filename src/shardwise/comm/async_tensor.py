@@ -26,17 +26,13 @@ _log = logging.getLogger(__name__)
 
 
 class Arrival:
-    """That a tensor comes in: waited for once, by whoever needs it first.
+    """That a tensor comes in: waited for once, by whoever needs it first."""
 
-    ``unpack`` is called after the wait; it lays out what arrived where its readers expect it.
-    """
+    __slots__ = ("__weakref__", "_settle")
 
-    __slots__ = ("__weakref__", "_settle", "_unpack")
-
-    def __init__(self, sent: Tensor, unpack: Callable[[], object] | None = None) -> None:
+    def __init__(self, sent: Tensor) -> None:
         # A result that nobody reads is waited for when it dies or the program ends, so that the wire is left clean.
         self._settle = weakref.finalize(self, _settle, sent)
-        self._unpack = unpack
 
     @property
     def done(self) -> bool:
@@ -48,9 +44,6 @@ class Arrival:
         waiting = self._settle.detach()
         if waiting is not None:
             wire.wait(waiting[2][0])
-            if self._unpack is not None:
-                self._unpack()
-                self._unpack = None
 
 
 def _settle(sent: Tensor) -> None:
@@ -112,8 +105,6 @@ class AsyncCollectiveTensor(Tensor):
         return self.trigger_wait()
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        if self._arrival is not None and self._arrival._unpack is not None:
-            self._arrival.wait()
         return ["elem"], None
 
     @staticmethod
@@ -183,10 +174,6 @@ class AsyncCollectiveTensor(Tensor):
         """Change each value by a function of it and that of another tensor; a CPU tensor only."""
         self.trigger_wait().map_(_arrived(other), function)
         return self
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage that holds the values."""
-        return self.wait().untyped_storage()
 
 
 class _Wait(torch.autograd.Function):

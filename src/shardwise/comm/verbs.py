@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import wire
-from shardwise.comm.async_tensor import Arrival, AsyncCollectiveTensor
+from shardwise.comm.async_tensor import AsyncCollectiveTensor
 from shardwise.comm.place import Place
 
 Unpack: TypeAlias = Callable[[], object] | None
@@ -204,7 +204,9 @@ def _start(verb: Verb, x: Tensor, pending: bool) -> Tensor:
         packed = _kept(packed, x)
     sent = verb.send(packed)
     result, unpack = verb.lay(sent)
-    return AsyncCollectiveTensor(result, Arrival(sent, unpack))
+    if unpack is not None:
+        wire.unpacking(result, sent, unpack)
+    return AsyncCollectiveTensor(result)
 
 
 def _kept(packed: Tensor, x: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from types import FrameType
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import PythonCallbackWork, _register_work
+from torch._ops import OpOverload
 
 from shardwise._value import value
 from shardwise.mesh.world import Group, World, current_world
@@ -94,7 +96,7 @@ def all_reduce(x: Tensor, reduce_op: str, group: Group, *, axis: str = "") -> Te
         return x
     if _observers:
         _tell("all_reduce", x, group, axis, reduce_op, 2 * (group.size - 1) * x.nbytes // group.size)
-    return _native.all_reduce.default(_plain(x), reduce_op, group.name)  # type: ignore[no-any-return]
+    return _call(_native.all_reduce.default, _plain(x), reduce_op, group.name)
 
 
 def all_gather(x: Tensor, group: Group, *, axis: str = "") -> Tensor:
@@ -104,7 +106,7 @@ def all_gather(x: Tensor, group: Group, *, axis: str = "") -> Tensor:
     if _observers:
         _tell("all_gather", x, group, axis, "", (group.size - 1) * x.nbytes)
     sent = _carried(_plain(x) if x.ndim else _plain(x).view(1))
-    return _restored(_native.all_gather_into_tensor.default(sent, group.size, group.name), x.dtype)
+    return _restored(_call(_native.all_gather_into_tensor.default, sent, group.size, group.name), x.dtype)
 
 
 def reduce_scatter(x: Tensor, reduce_op: str, group: Group, *, axis: str = "") -> Tensor:
@@ -113,7 +115,7 @@ def reduce_scatter(x: Tensor, reduce_op: str, group: Group, *, axis: str = "") -
         return x
     if _observers:
         _tell("reduce_scatter", x, group, axis, reduce_op, (group.size - 1) * x.nbytes // group.size)
-    return _native.reduce_scatter_tensor.default(_plain(x), reduce_op, group.size, group.name)  # type: ignore[no-any-return]
+    return _call(_native.reduce_scatter_tensor.default, _plain(x), reduce_op, group.size, group.name)
 
 
 def all_to_all(
@@ -126,7 +128,7 @@ def all_to_all(
         rows = sum(input_splits) - input_splits[group.index]
         _tell("all_to_all", x, group, axis, "", rows * prod(x.shape[1:]) * x.element_size())
     sent = _carried(_plain(x))
-    return _restored(_native.all_to_all_single.default(sent, output_splits, input_splits, group.name), x.dtype)
+    return _restored(_call(_native.all_to_all_single.default, sent, output_splits, input_splits, group.name), x.dtype)
 
 
 def broadcast(x: Tensor, source: int, group: Group, *, axis: str = "") -> Tensor:
@@ -135,20 +137,34 @@ def broadcast(x: Tensor, source: int, group: Group, *, axis: str = "") -> Tensor
         return x
     if _observers:
         _tell("broadcast", x, group, axis, "", x.nbytes)
-    return _restored(_native.broadcast.default(_carried(_plain(x)), source, group.name), x.dtype)
+    return _restored(_call(_native.broadcast.default, _carried(_plain(x)), source, group.name), x.dtype)
 
 
 def wait(x: Tensor) -> Tensor:
     """Wait until ``x``, the result of a verb, has arrived, and return it; nothing happens if it already has."""
-    return _native.wait_tensor.default(x)  # type: ignore[no-any-return]
+    return _call(_native.wait_tensor.default, x)
+
+
+def _call(native: OpOverload[..., Tensor], *args: object) -> Tensor:
+    if torch.compiler.is_compiling():
+        return native(*args)
+    with torch._C._AutoDispatchBelowAutograd():  # these operators' own gradient is slow to pass by, and not ours
+        return native(*args)
+
+
+def unpacking(result: Tensor, sent: Tensor, unpack: Callable[[], object]) -> None:
+    """Let waiting for ``result`` mean: wait for ``sent``, then ``unpack`` it into ``result``."""
+
+    def arrive(timeout: object) -> bool:
+        wait(sent)
+        unpack()
+        return True
+
+    _register_work(result, PythonCallbackWork(arrive))
 
 
 def _plain(x: Tensor) -> Tensor:
-    if x.is_conj():
-        x = x.resolve_conj()
-    if x.is_neg():
-        x = x.resolve_neg()
-    return x.contiguous()
+    return x.resolve_conj().resolve_neg().contiguous()
 
 
 # What every backend moves; anything else travels as bytes, with a dim for the bytes of an element.

@@ -11,16 +11,18 @@ import contextlib
 import os
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup, HashStore, _register_process_group
+from torch.distributed import distributed_c10d as c10d
 
 from shardwise.errors import NotInMeshError, WorldError, message
-
-Backend: TypeAlias = tuple[str | None, Any]  # a backend's name, and torch's options for it
+from shardwise.mesh.agreement import Claim, Exchange, check_claims
+from shardwise.mesh.process_groups import SILENT, Backend, Family, Made, Members, TorchGroups, fake_group
+from shardwise.mesh.store import StoreExchange
 
 
 class Group:
@@ -43,25 +45,34 @@ class Group:
 
 
 class GroupMaker(Protocol):
-    """How a kind of world makes a process group of ``ranks``; returns it with its registered name."""
+    """How a kind of world makes a process group of ``ranks``: the fields of `Made`, of which two will do."""
 
-    def __call__(self, ranks: tuple[int, ...]) -> tuple[dist.ProcessGroup, str]: ...
+    def __call__(self, ranks: Members) -> tuple[dist.ProcessGroup, str] | Made: ...
 
 
 class SpecialMaker(Protocol):
-    """How a kind of world makes a process group on another backend than its own."""
+    """How a kind of world that has several backends makes process groups; ``together``: all ranks must take part."""
 
-    def __call__(self, ranks: tuple[int, ...], backend: Backend) -> tuple[dist.ProcessGroup, str]: ...
+    together: bool
+
+    def __call__(self, ranks: Members, backend: Backend | None, family: Family | None) -> Made: ...
 
 
 class World:
     """One rank's view of all ranks: who it is, and its groups by their ranks.
 
-    ``memory`` holds what this rank remembers (plans, coordinates); nothing in it is shared between ranks.
+    ``memory`` holds what this rank remembers (plans, coordinates); nothing in it is shared between ranks. ``exchange``
+    is how the ranks agree on meshes; a world without it has nobody to agree with.
     """
 
     def __init__(
-        self, kind: str, rank: int, size: int, make_group: GroupMaker, make_special: SpecialMaker | None = None
+        self,
+        kind: str,
+        rank: int,
+        size: int,
+        make_group: GroupMaker,
+        make_special: SpecialMaker | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.kind = kind
         self.rank = rank
@@ -69,17 +80,59 @@ class World:
         self.memory: dict[Any, Any] = {}
         self._make_group = make_group
         self._make_special = make_special
-        self._groups: dict[tuple[tuple[int, ...], Backend | None], Group] = {}
+        self._exchange = exchange
+        self._groups: dict[tuple[Members, Backend | None], Group] = {}
+        self._closing: dict[str, Callable[[], None]] = {}  # how to do away with groups, by name
+        self._agreed: set[str] = set()
+        self._agreeing: dict[str, threading.Lock] = {}
         self._lock = threading.RLock()
 
-    def group(self, ranks: Sequence[int], backend: Backend | None = None) -> Group:
+    @property
+    def has_others(self) -> bool:
+        """Whether other processes or threads stand behind the other ranks."""
+        return self._exchange is not None
+
+    @property
+    def together(self) -> bool:
+        """Whether a group can only be made by all ranks of the world together."""
+        return self._make_special is not None and self._make_special.together
+
+    def group(self, ranks: Sequence[int], backend: Backend | None = None, family: Family | None = None) -> Group:
         """The group of ``ranks``, made at its first use; this rank must be one of them.
 
-        ``backend`` asks for other than the world's own backend; worlds that have only one ignore it.
+        ``backend`` asks for other than the world's own backend; worlds that have only one ignore it, except `SILENT`.
+        ``family`` tells which groups the other ranks make meanwhile, for backends that must know.
         """
-        key = (tuple(ranks), backend if self._make_special else None)
+        key = (tuple(ranks), backend if self._make_special or backend is SILENT else None)
         found = self._groups.get(key)
-        return self._enter(*key) if found is None else found
+        return self._enter(*key, family) if found is None else found
+
+    def release(self, groups: Iterable[Group]) -> None:
+        """Do away with groups that this world has made; the next use of their ranks makes them anew."""
+        with self._lock:
+            for group in groups:
+                close = self._closing.pop(group.name, None)
+                if close is not None:
+                    for key in [key for key, known in self._groups.items() if known is group]:
+                        del self._groups[key]
+                    close()
+
+    def agree(self, claim: Claim, timeout: float) -> None:
+        """Hear what the other ranks say, once for each claim.
+
+        Raises:
+            MeshMismatchError: another rank claims something else.
+            CollectiveTimeoutError: a rank does not come.
+        """
+        if self._exchange is None or claim.digest in self._agreed:
+            return
+        with self._lock:
+            turn = self._agreeing.setdefault(claim.digest, threading.Lock())
+        with turn:
+            if claim.digest not in self._agreed:
+                check_claims(self._exchange(claim, timeout), timeout)
+                self._agreed.add(claim.digest)
+                self._agreeing.pop(claim.digest, None)
 
     def adopt(self, process_group: dist.ProcessGroup) -> Group:
         """Make a process group that the user has made the group of its ranks."""
@@ -93,16 +146,25 @@ class World:
             self._groups[ranks, None] = adopted
             return adopted
 
-    def _enter(self, ranks: tuple[int, ...], backend: Backend | None) -> Group:
+    def _enter(self, ranks: Members, backend: Backend | None, family: Family | None) -> Group:
         self._check_member(ranks)
         with self._lock:
             if (ranks, backend) not in self._groups:
-                make_special = self._make_special
-                made = (
-                    self._make_group(ranks) if backend is None or make_special is None else make_special(ranks, backend)
-                )
-                self._groups[ranks, backend] = Group(ranks, self.rank, *made)
+                made = self._make(ranks, backend, family)
+                if made.close is not None:
+                    self._closing[made.name] = made.close
+                group = Group(ranks, self.rank, made.process_group, made.name)
+                if made.fleeting and made.close is not None:
+                    weakref.finalize(group, made.close).atexit = False
+                self._groups[ranks, backend] = group
             return self._groups[ranks, backend]
+
+    def _make(self, ranks: Members, backend: Backend | None, family: Family | None) -> Made:
+        if backend is SILENT:
+            return fake_group(ranks.index(self.rank), len(ranks), f"shardwise-silent-{uuid.uuid4()}")
+        if self._make_special is not None:
+            return self._make_special(ranks, backend, family)
+        return Made(*self._make_group(ranks))
 
     def _check_member(self, ranks: tuple[int, ...]) -> None:
         if self.rank not in ranks:
@@ -175,24 +237,10 @@ def _initialise() -> None:
 
 
 def _distributed(default: dist.ProcessGroup) -> World:
-    everyone = tuple(range(default.size()))
-
-    def make(ranks: tuple[int, ...]) -> tuple[dist.ProcessGroup, str]:
-        if ranks == everyone:
-            return default, default.group_name
-        return _new_group(ranks)
-
-    return World("process", default.rank(), default.size(), make, _new_group)
-
-
-def _new_group(ranks: tuple[int, ...], backend: Backend = (None, None)) -> tuple[dist.ProcessGroup, str]:
-    # the ranks' order is the group's order, which torch only keeps when told so
-    options: dict[str, Any] = {} if sorted(ranks) == list(ranks) else {"sort_ranks": False}
-    options |= {"backend": backend[0], "pg_options": backend[1]}
-    made = dist.new_group(list(ranks), use_local_synchronization=True, **options)
-    if made is None or isinstance(made, int):
-        raise WorldError(message(f"torch.distributed made no group of ranks {list(ranks)}"))
-    return made, made.group_name
+    groups, rank, size = TorchGroups(default), default.rank(), default.size()
+    talks = size > 1 and dist.get_backend(default) != "fake"
+    exchange = StoreExchange(c10d._get_default_store(), rank) if talks else None
+    return World("process", rank, size, lambda ranks: groups(ranks, None, None), groups, exchange)
 
 
 def _alone() -> World:
@@ -211,20 +259,7 @@ def dry_world(rank: int, size: int) -> World:
     if not 0 <= rank < size:
         raise WorldError(message("no such rank", asked=f"rank {rank} of {size}", do=f"a rank from 0 to {size - 1}"))
 
-    def make(ranks: tuple[int, ...]) -> tuple[dist.ProcessGroup, str]:
+    def make(ranks: Members) -> Made:
         return fake_group(ranks.index(rank), len(ranks), f"shardwise-dry-{uuid.uuid4()}")
 
     return World("dry", rank, size, make)
-
-
-def fake_group(index: int, size: int, name: str) -> tuple[dist.ProcessGroup, str]:
-    """A group on torch's ``fake`` backend, which completes every collective without moving data."""
-    backend = FakeProcessGroup._create_internal(index, size)
-    custom = dist.ProcessGroup.BackendType.CUSTOM
-    group = dist.ProcessGroup(HashStore(), index, size)
-    group._set_default_backend(custom)
-    for device_type in ("cpu", "cuda", "meta"):
-        group._register_backend(torch.device(device_type), custom, backend)
-    group._set_group_name(name)  # type: ignore[arg-type]
-    _register_process_group(name, group)  # type: ignore[arg-type]
-    return group, name

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from math import prod
 
 import torch
 
@@ -105,16 +104,45 @@ def opaque(x: TensorMeta, dims: Dims = None, keepdim: bool = False, *_rest: obje
     return f"f({text(named(len(x.shape)))}) -> {text(reduced(x, dims, keepdim))}"
 
 
-def picked(x: TensorMeta, k: int, dim: int = -1, keepdim: bool = False) -> str:
-    return whole(x, dim, keepdim, outputs=2)
+def variance(x: TensorMeta, dims: Dims = None, correction: object = None, keepdim: bool = False) -> Rule:
+    return Rule(whole(x, dims, keepdim), expand=sum_of_squares)
 
 
-def corrected(x: TensorMeta, dims: Dims = None, correction: object = None, keepdim: bool = False) -> str:
-    return whole(x, dims, keepdim)
+def deviation(x: TensorMeta, dims: Dims = None, correction: object = None, keepdim: bool = False) -> Rule:
+    return Rule(whole(x, dims, keepdim), expand=lambda *args: sum_of_squares(*args).sqrt())
 
 
-def corrected_with_mean(x: TensorMeta, dims: Dims = None, correction: object = None, keepdim: bool = False) -> str:
+def with_mean(x: TensorMeta, dims: Dims = None, correction: object = None, keepdim: bool = False) -> str:
     return whole(x, dims, keepdim, outputs=2)
+
+
+def sum_of_squares(
+    x: torch.Tensor, dims: Dims = None, correction: float | None = None, keepdim: bool = False
+) -> torch.Tensor:
+    """The variance, in two passes that communicate only what is reduced already."""
+    listed = list(dims_of(TensorMeta.of(x), dims))
+    count = math.prod(x.shape[dim] for dim in listed)
+    apart = x - aten.mean.dim(x, listed, True)
+    square = (apart * apart.conj()).real if x.is_complex() else apart * apart
+    total: torch.Tensor = aten.sum.dim_IntList(square, listed, keepdim)
+    result: torch.Tensor = total / max(count - (1 if correction is None else correction), 0)
+    return result
+
+
+def log_of_sum(x: torch.Tensor, dims: Dims, keepdim: bool = False) -> torch.Tensor:
+    """`logsumexp`, in two passes that communicate only what is reduced already."""
+    listed = list(dims_of(TensorMeta.of(x), dims))
+    top = aten.amax.default(x, listed, True)
+    top = top.masked_fill(top.abs() == math.inf, 0)
+    total = aten.sum.dim_IntList((x - top).exp(), listed, keepdim).log()
+    result: torch.Tensor = total + (top if keepdim else aten.squeeze.dims(top, listed))
+    return result
+
+
+def log_sum(x: TensorMeta, dims: Dims, keepdim: bool = False) -> Rule | str:
+    if not x.dtype.is_floating_point or any(x.shape[dim] == 0 for dim in dims_of(x, dims)):
+        return whole(x, dims, keepdim)
+    return Rule(whole(x, dims, keepdim), expand=log_of_sum)
 
 
 def extremes(x: TensorMeta, dim: int | None = None, keepdim: bool = False) -> str:
@@ -122,15 +150,20 @@ def extremes(x: TensorMeta, dim: int | None = None, keepdim: bool = False) -> st
 
 
 def mean_locally(call: Call, _placing: Placing) -> Callable[..., object]:
-    """The mean of uneven parts is not the mean of their means: a sum over the count of the whole."""
+    """The mean of uneven parts is not the mean of their means: each counts for its share of the whole."""
+    run = called(call.op)
     x, *rest = call.args
-    dims = rest[0] if len(rest) > 1 else None
-    count = prod(x.shape[dim] for dim in dims_of(x, dims))
+    dims = dims_of(x, rest[0] if len(rest) > 1 else None)
+    count = math.prod(x.shape[dim] for dim in dims)
 
-    def mean(local: torch.Tensor, *rest: object) -> torch.Tensor:
+    def mean(local: torch.Tensor, *rest: object) -> object:
+        held = math.prod(local.shape[dim] for dim in dims)
+        if held == count:
+            return run(local, *rest)
+        if held:
+            return run(local, *rest) * (held / count)
         dim, keepdim, dtype = rest if len(rest) > 1 else (None, False, rest[0])
-        total = aten.sum.dim_IntList(local, dim, keepdim, dtype=dtype)
-        return total / count if count else total * math.nan
+        return aten.sum.dim_IntList(local, dim, keepdim, dtype=dtype)
 
     return mean
 
@@ -141,7 +174,7 @@ def filling(value: Callable[[torch.dtype], Number]) -> Callable[[Call, Placing],
     def local(call: Call, placing: Placing) -> Callable[..., object]:
         meta = call.outputs[0]
         assert meta is not None, call
-        if not placing.is_pending() or prod(placing.input_shape()):
+        if not placing.is_pending() or all(placing.input_shape()):
             return called(call.op)
         shape, dtype = placing.output_shape(), meta.dtype
         return lambda x, *rest: torch.full(shape, value(dtype), dtype=dtype, device=x.device)
@@ -186,17 +219,16 @@ REDUCTIONS: dict[str, str | Meaning | Rule] = {
     "all": whole_dims,
     "count_nonzero": opaque,
     "count_nonzero.dim_IntList": opaque,
-    "var.correction": corrected,
-    "std.correction": corrected,
-    "var_mean.correction": corrected_with_mean,
-    "std_mean.correction": corrected_with_mean,
-    "logsumexp": whole_dims,
+    "var.correction": variance,
+    "std.correction": deviation,
+    "var_mean.correction": with_mean,
+    "std_mean.correction": with_mean,
+    "logsumexp": log_sum,
     "median.default": whole_tensor,
     "nanmedian.default": whole_tensor,
     "median.dim": whole_dims_in_two,
     "nanmedian.dim": whole_dims_in_two,
     "mode": whole_dims_in_two,
-    "kthvalue": picked,
     "trace": "[a] [b] -> ",
 }
 
@@ -204,7 +236,9 @@ REDUCTIONS: dict[str, str | Meaning | Rule] = {
 # --- norms
 
 
-def norm(x: TensorMeta, order: Number | None = 2, dims: Dims = None, keepdim: bool = False, *_rest: object) -> str | Rule:
+def norm(
+    x: TensorMeta, order: Number | None = 2, dims: Dims = None, keepdim: bool = False, *_rest: object
+) -> str | Rule:
     """Some orders leave a sum, a maximum or a minimum pending; the others are roots of such sums."""
     meaning = opaque(x, dims, keepdim)
     if order in (0, 1):
@@ -270,27 +304,4 @@ SCANS: dict[str, str | Meaning | Rule] = {
 }
 
 
-# --- order
-
-
-def ordered(x: TensorMeta, dim: int = -1, *_rest: object) -> str:
-    return scanned_in_two(x, dim)
-
-
-def ordered_stably(x: TensorMeta, _stable: bool | None = None, dim: int = -1, *_rest: object) -> str:
-    return scanned_in_two(x, dim)
-
-
-def topmost(x: TensorMeta, _k: int, dim: int = -1, *_rest: object) -> str:
-    left = along(x, [dim])
-    right = text("[k]" if name.startswith("[") else name for name in left)
-    return f"f({text(left)}) -> {right}, {right}"
-
-
-ORDER: dict[str, str | Meaning | Rule] = {
-    "sort": ordered,
-    "sort.stable": ordered_stably,
-    "topk": topmost,
-}
-
-RULES: dict[str, str | Meaning | Rule] = {"linalg_cross": crossed, **PRODUCTS, **REDUCTIONS, **NORMS, **SCANS, **ORDER}
+RULES: dict[str, str | Meaning | Rule] = {"linalg_cross": crossed, **PRODUCTS, **REDUCTIONS, **NORMS, **SCANS}

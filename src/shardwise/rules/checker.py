@@ -7,7 +7,7 @@ against the part of the whole result that its role promises.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from shardwise.mesh.world import dry_world, use_world
 from shardwise.rules.equation import Strategy
 from shardwise.rules.rule import Call, Placing, Rule, called, choices, resolve
 from shardwise.rules.table import lookup, make_call, slots
-from shardwise.sharding.placement import Cut, Partial, Placement, Replicate
+from shardwise.sharding.placement import Cut, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta
 
 Args = Sequence[object]
@@ -45,13 +45,16 @@ def trial(op: torch._ops.OpOverload, args: Args, kwargs: Kwargs, rule: Rule | No
     if rule is None:
         return None
     filled = tuple(
-        args[place] if place < len(args) else kwargs.get(slot.name, slot.default) for place, slot in enumerate(slots(op))
+        args[place] if place < len(args) else kwargs.get(slot.name, slot.default)
+        for place, slot in enumerate(slots(op))
     )
     try:
         results = tuple(flatten(called(op)(*_with(filled, [_copy(item) for item in operands(filled, op)], op))))
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
         return None
-    metas: list[object] = [TensorMeta.of(item) if isinstance(item, torch.Tensor) else item for item in operands(filled, op)]
+    metas: list[object] = [
+        TensorMeta.of(item) if isinstance(item, torch.Tensor) else item for item in operands(filled, op)
+    ]
     outputs = [None if result is None else TensorMeta.of(result) for result in results]
     return Trial(op, filled, make_call(op, _with(filled, metas, op), {}, outputs), results, rule)
 
@@ -71,7 +74,7 @@ def strategies_of(
 def check(
     op: torch._ops.OpOverload, args: Args, kwargs: Kwargs, strategy: Strategy, parts: int, *, rule: Rule | None = None
 ) -> str | None:
-    """What is wrong with running ``op`` by ``strategy`` on ``parts`` ranks, or None if the answer is that of one rank."""
+    """What is wrong with running ``op`` by ``strategy`` on ``parts`` ranks; None if the answer is that of one rank."""
     made = trial(op, args, kwargs, rule)
     return None if made is None else check_trial(made, strategy, parts)
 
@@ -106,7 +109,7 @@ def _shown(call: Call) -> str:
 
 
 def _strategies(made: Trial, parts: int) -> Iterator[Strategy]:
-    rule, meaning = resolve(made.rule, made.call)
+    _, meaning = resolve(made.rule, made.call)
     if isinstance(meaning, str) and not meaning:
         return
     chosen = choices(made.rule, made.call)
@@ -114,11 +117,20 @@ def _strategies(made: Trial, parts: int) -> Iterator[Strategy]:
         strategy = chosen.strategy(label, parts, chosen.sizes)
         if strategy is not None:
             yield strategy
+            if chosen.takes_any_cut(label):
+                yield Strategy(_strided(strategy.inputs), _strided(strategy.outputs))
+
+
+def _strided(roles: Sequence[Placement | None]) -> tuple[Placement | None, ...]:
+    """The roles with every cut in two blocks, as a cut chosen by name may be."""
+    return tuple(StridedShard(role.dim, 2) if isinstance(role, Shard) else role for role in roles)
 
 
 def check_trial(made: Trial, strategy: Strategy, parts: int) -> str | None:
     """`check` for a call that has been run whole."""
-    shares = [_shares(item, role, parts) for item, role in zip(operands(made.args, made.op), strategy.inputs, strict=True)]
+    shares = [
+        _shares(item, role, parts) for item, role in zip(operands(made.args, made.op), strategy.inputs, strict=True)
+    ]
     if any(share is None for share in shares):
         return "a role that its operand cannot have"
     runs = choices(made.rule, made.call)
@@ -127,7 +139,11 @@ def check_trial(made: Trial, strategy: Strategy, parts: int) -> str | None:
         items = [share[index] for share in shares if share is not None]
         try:
             with use_world(dry_world(index, parts)):
-                run = called(made.op) if runs.local is None else runs.local(made.call, _placing(made, strategy, parts, index))
+                run = (
+                    called(made.op)
+                    if runs.local is None
+                    else runs.local(made.call, _placing(made, strategy, parts, index))
+                )
                 found.append(list(flatten(run(*_with(made.args, items, made.op)))))
         except Exception as error:
             return f"rank {index} raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -273,10 +289,7 @@ def _judge(made: Trial, strategy: Strategy, found: list[list[Result]]) -> str | 
 
 def _judge_one(whole: torch.Tensor, role: Placement, parts: list[torch.Tensor], tolerance: float) -> str | None:
     count = len(parts)
-    if isinstance(role, Cut):
-        promised = [role.take(whole, count, index) for index in range(count)]
-    else:
-        promised = [whole] * count
+    promised = [role.take(whole, count, index) if isinstance(role, Cut) else whole for index in range(count)]
     for index, (part, promise) in enumerate(zip(parts, promised, strict=True)):
         if part.shape != promise.shape or part.dtype != promise.dtype:
             return (
@@ -311,7 +324,7 @@ def _joined(parts: list[torch.Tensor], reduce_op: str) -> torch.Tensor:
     return total / len(parts) if reduce_op == "avg" else total
 
 
-JOINS = {
+JOINS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
     "product": torch.mul,

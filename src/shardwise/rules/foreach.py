@@ -18,7 +18,7 @@ ENTRY_OF = {"List[Tensor]": "Tensor", "List[number]": "number"}
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The operator on one entry; ``lists`` tells the arguments that have an entry each, ``names`` what it calls them."""
+    """The operator on one entry; ``lists`` tells which arguments have an entry each, ``names`` what it calls them."""
 
     op: torch._ops.OpOverload
     lists: tuple[bool, ...]
@@ -73,7 +73,8 @@ def _base(op: torch._ops.OpOverload) -> Base | None:
 def _described(schema: torch.FunctionSchema, op: torch._ops.OpOverload, names: tuple[str, ...]) -> Base:
     lists = tuple(str(argument.type) in ENTRY_OF for argument in schema.arguments)
     wanted = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
-    positional = next((place for place, (a, b) in enumerate(zip(names, wanted)) if a != b), min(len(names), len(wanted)))
+    alike = [given == want for given, want in zip(names, wanted, strict=False)]
+    positional = alike.index(False) if False in alike else len(alike)
     return Base(op, lists, names, positional)
 
 

@@ -130,6 +130,10 @@ def masked_scatter(x: TensorMeta, mask: TensorMeta, source: TensorMeta) -> str:
     return "f(_, _, _) -> _"
 
 
+def masked_scatter_backward(grad: TensorMeta, mask: TensorMeta, *_: object) -> str:
+    return "f(_, _) -> _"
+
+
 # --- several index tensors
 
 
@@ -308,6 +312,7 @@ RULES = {
     "take": take,
     "put": put,
     "masked_scatter": masked_scatter,
+    "masked_scatter_backward": masked_scatter_backward,
     "index.Tensor": index,
     "_unsafe_index.Tensor": index,
     "index_put": index_put,

@@ -8,7 +8,9 @@ from math import prod
 
 import torch
 
+from shardwise.rules.empty import zeros
 from shardwise.rules.rule import Call, Placing, Rule
+from shardwise.sharding.spec import TensorMeta
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = range(3)  # torch's numbers for reduction=
@@ -128,4 +130,61 @@ NLL = {
     "nll_loss2d_backward": nll_loss_backward,
 }
 
-RULES = {**ELEMENTWISE, **NLL}
+# --- margins: each sample has one loss over its classes
+
+
+def _rows(x: TensorMeta, form: str, reduction: int) -> str:
+    if len(x.shape) < 2:
+        return form.format(n="_", row="_", loss="_", c="_")
+    return form.format(n="n", row="n [c]", loss="n" if reduction == NONE else "...", c="[c]")
+
+
+def multi_margin_loss(x: TensorMeta, target: object, p: float, margin: float, weight: object, reduction: int) -> str:
+    return _rows(x, "f({row}, {n}, {c}) -> {loss}", reduction)
+
+
+def multi_margin_loss_backward(
+    grad: object, x: TensorMeta, target: object, p: float, margin: float, weight: object, reduction: int
+) -> str:
+    return _rows(x, "{loss} / {row} / {n} / {c} -> {row}", reduction)
+
+
+def multilabel_margin_loss(x: TensorMeta, target: object, reduction: int) -> str:
+    return _rows(x, "f({row}, {row}) -> {loss}, {row}", reduction)
+
+
+def multilabel_margin_loss_backward(
+    grad: object, x: TensorMeta, target: object, reduction: int, is_target: object
+) -> str:
+    return _rows(x, "{loss} / {row} / {row} / {row} -> {row}", reduction)
+
+
+def _mean_rows_local(call: Call, placing: Placing) -> Run:
+    _, reduction = _reduction(call)
+    own = call.operands[0]
+    assert own is not None, call
+    if 0 in placing.input_shape():
+        return zeros(call, placing)
+    if reduction != MEAN or not placing.is_pending():
+        return call.op
+    share = _share(prod(placing.input_shape()), prod(own.shape))
+
+    def run(*args: object) -> object:
+        found = call.op(*args)
+        return (found[0] * share, found[1]) if isinstance(found, tuple) else found * share
+
+    return run
+
+
+def _mean_rows_backward_local(call: Call, placing: Placing) -> Run:
+    return zeros(call, placing) if 0 in placing.input_shape(1) else _mean_backward_local(call, placing)
+
+
+MARGINS = {
+    "multi_margin_loss": Rule(multi_margin_loss, local=_mean_rows_local),
+    "multi_margin_loss_backward": Rule(multi_margin_loss_backward, local=_mean_rows_backward_local),
+    "multilabel_margin_loss_forward": Rule(multilabel_margin_loss, local=_mean_rows_local),
+    "multilabel_margin_loss_backward": Rule(multilabel_margin_loss_backward, local=_mean_rows_backward_local),
+}
+
+RULES = {**ELEMENTWISE, **NLL, **MARGINS}

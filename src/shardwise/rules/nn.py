@@ -36,6 +36,20 @@ def glu_backward(grad: TensorMeta, x: TensorMeta, dim: int) -> str:
     return softmax_backward(grad, x, dim)
 
 
+# --- per element, with several results
+
+
+def log_sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``log(sigmoid(x))``, and what its gradient would reuse."""
+    buffer = torch.exp(-x.abs())
+    return torch.clamp(x, max=0) - torch.log1p(buffer), buffer
+
+
+def log_sigmoid_backward(grad: torch.Tensor, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """The gradient of `log_sigmoid`; the buffer is not read, for some devices leave it empty."""
+    return grad * torch.sigmoid(-x)
+
+
 # --- convolution
 
 
@@ -144,6 +158,27 @@ def _resized_local(call: Call, placing: Placing) -> Run:
     return lambda grad, output_size, input_size, *rest: run(grad, output_size, shape, *rest)
 
 
+def sampled(ndim: int) -> Callable[..., str]:
+    """Pooling at places drawn for each channel; the draws have a batch dim even where the input has none."""
+
+    def meaning(x: TensorMeta, *_: object) -> str:
+        draws = "b0 b1 [place]" if len(x.shape) == ndim + 2 else "1 b0 [place]"
+        return spatial(ndim, f"f({{x}}, {draws}) -> {{y}}, {{y}}")(x)
+
+    return meaning
+
+
+def columns(x: TensorMeta, *_: object) -> str:
+    """Channels and places in the kernel become one dim, channels first."""
+    batch = "n " if len(x.shape) == 4 else ""
+    return f"{batch}c [h] [w] -> {batch}(c [k]) [places]"
+
+
+def images(x: TensorMeta, *_: object) -> str:
+    batch = "n " if len(x.shape) == 3 else ""
+    return f"{batch}(c [k]) [places] -> {batch}c [h] [w]"
+
+
 def over(ndim: int, form: str) -> Rule:
     return Rule(spatial(ndim, form), local=unless_empty)
 
@@ -168,6 +203,32 @@ POOLS = {
     "adaptive_max_pool2d_backward": over(2, PICKS_BACKWARD),
     "adaptive_max_pool3d": over(3, PICKS),
     "adaptive_max_pool3d_backward": over(3, PICKS_BACKWARD),
+}
+
+UNPOOLS = {
+    "max_unpool2d": over(2, "{x} / {x} -> {y}"),
+    "max_unpool3d": over(3, "{x} / {x} -> {y}"),
+    "fractional_max_pool2d": Rule(sampled(2), local=unless_empty),
+    "fractional_max_pool2d_backward": over(2, PICKS_BACKWARD),
+    "fractional_max_pool3d": Rule(sampled(3), local=unless_empty),
+    "fractional_max_pool3d_backward": over(3, PICKS_BACKWARD),
+}
+
+COLUMNS = {
+    "im2col": Rule(columns, local=unless_empty),
+    "col2im": Rule(images, local=unless_empty),
+}
+
+# Where to look is cut freely: the gradient of what is looked at adds up.
+SAMPLERS = {
+    "grid_sampler_2d": Rule("n c [h] [w] / n y x [at] -> n c y x", local=unless_empty),
+    "grid_sampler_2d_backward": Rule(
+        "n c y x / n c [h] [w] / n y x [at] -> n c [h] [w], n y x [at]", local=unless_empty
+    ),
+    "grid_sampler_3d": Rule("n c [d] [h] [w] / n z y x [at] -> n c z y x", local=unless_empty),
+    "grid_sampler_3d_backward": Rule(
+        "n c z y x / n c [d] [h] [w] / n z y x [at] -> n c [d] [h] [w], n z y x [at]", local=unless_empty
+    ),
 }
 
 PADS = {
@@ -204,10 +265,16 @@ RULES = {
     "_log_softmax_backward_data": softmax_backward,
     "glu": glu,
     "glu_backward": glu_backward,
-    "native_dropout": "f(...) -> ..., ...",
+    "native_dropout": Rule("f(...) -> ..., ...", local=unless_empty),
     "convolution": Rule(convolution, local=_convolution_local),
     "convolution_backward": Rule(convolution_backward, local=_convolution_backward_local),
+    "log_sigmoid_forward": Rule(expand=log_sigmoid),
+    "log_sigmoid_backward": Rule(expand=log_sigmoid_backward),
+    "_prelu_kernel_backward": "... / ... / ... -> ..., ...",
     **POOLS,
+    **UNPOOLS,
+    **COLUMNS,
+    **SAMPLERS,
     **PADS,
     **RESAMPLING,
 }

@@ -194,6 +194,61 @@ def batch_norm_training_backward(
     return tuple(result if wanted else None for result, wanted in zip(results, output_mask, strict=True))  # type: ignore[return-value]
 
 
+def without_running(x: TensorMeta, weight: object, bias: object, training: bool, momentum: float, eps: float) -> Rule:
+    """No statistics are kept, so they are those of the batch."""
+
+    def expand(x: torch.Tensor, weight: MaybeTensor, bias: MaybeTensor, *_: object) -> Three:
+        return batch_norm_training(x, weight, bias, None, None, True, momentum, eps)
+
+    return Rule(expand=expand)
+
+
+def fused_batch_norm(
+    x: torch.Tensor,
+    weight: MaybeTensor,
+    bias: MaybeTensor,
+    running_mean: MaybeTensor,
+    running_var: MaybeTensor,
+    *options: float,
+) -> tuple[MaybeTensor, ...]:
+    """Batch norms that return a fourth tensor, their own memory of the forward pass; ours needs none."""
+    momentum, eps = options[-2:]
+    three = batch_norm_training(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    return *three, aten.new_empty.default(x, [0], dtype=torch.uint8)
+
+
+def fused_batch_norm_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: MaybeTensor,
+    running_mean: MaybeTensor,
+    running_var: MaybeTensor,
+    mean: torch.Tensor,
+    inverse: torch.Tensor,
+    update: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+    reserve: torch.Tensor,
+) -> Three:
+    return batch_norm_training_backward(
+        grad, x, weight, running_mean, running_var, mean, inverse, update, eps, output_mask
+    )
+
+
+def cudnn_batch_norm_backward(
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    running_mean: MaybeTensor,
+    running_var: MaybeTensor,
+    mean: torch.Tensor,
+    inverse: torch.Tensor,
+    eps: float,
+    reserve: torch.Tensor,
+) -> Three:
+    return batch_norm_training_backward(grad, x, weight, None, None, mean, inverse, True, eps, [True] * 3)
+
+
 RULES = {
     "native_layer_norm": Rule(layer_norm, local=unless_empty),
     "native_layer_norm_backward": Rule(layer_norm_backward, local=unless_empty),
@@ -202,5 +257,11 @@ RULES = {
     "native_group_norm": Rule(group_norm, local=_group_norm_local),
     "native_group_norm_backward": Rule(group_norm_backward, local=_group_norm_backward_local),
     "native_batch_norm": Rule(batch_norm, local=unless_empty),
+    "_native_batch_norm_legit": Rule(batch_norm, local=unless_empty),
+    "_native_batch_norm_legit.no_stats": without_running,
+    "_batch_norm_with_update": Rule(expand=fused_batch_norm),
+    "cudnn_batch_norm": Rule(expand=fused_batch_norm),
+    "batch_norm_backward": Rule(expand=fused_batch_norm_backward),
+    "cudnn_batch_norm_backward": Rule(expand=cudnn_batch_norm_backward),
     "native_batch_norm_backward": Rule(batch_norm_backward, local=unless_empty),
 }

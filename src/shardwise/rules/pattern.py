@@ -51,3 +51,13 @@ def without(dims: Sequence[str], *removed: int) -> list[str]:
     """
     gone = {wrap(dim, len(dims)) for dim in removed}
     return [name for dim, name in enumerate(dims) if dim not in gone]
+
+
+def same(inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]]) -> str:
+    """The text of an operator that moves elements.
+
+    >>> same([["d0", "d1"]], [["d1", "d0"]])
+    'same(d0 d1) -> d1 d0'
+    """
+    left, right = (", ".join(text(dims) for dims in side) for side in (inputs, outputs))
+    return f"same({left}) -> {right}"

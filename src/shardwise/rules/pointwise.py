@@ -16,7 +16,7 @@ from shardwise.sharding.spec import TensorMeta
 Number = bool | int | float | complex
 Meaning = Callable[..., "str | Rule"]
 
-SAME = "clone alias detach lift lift_fresh lift_fresh_copy positive alias_copy detach_copy"
+SAME = "clone alias detach lift positive alias_copy detach_copy"
 LINEAR_AND_RISING = "deg2rad rad2deg"
 LINEAR_AND_FALLING = "neg"
 LINEAR = "_conj _conj_physical conj_physical _neg_view zero"

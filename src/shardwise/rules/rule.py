@@ -74,14 +74,14 @@ Local = Callable[[Call, Placing], Callable[..., object]]
 class Rule:
     """What an operator means.
 
-    ``meaning``  the text of an equation, strategies, or a function of the call's arguments that returns either, or a Rule
+    ``meaning``  the text of an equation, strategies, or a function of the call's arguments that returns one or a Rule
     ``reduce``   what a contracted name leaves pending; None: a name cannot be contracted
     ``local``    given the call and the placing, the function to run on local tensors, called with the op's arguments in
                  schema order (keyword-only ones last); None: the operator itself
     ``pends``    whether a pending sum may pass where the text is linear (not for booleans, say)
     ``contiguous``  the local call relies on a cut dim being one interval (so a `StridedShard` will not do)
-    ``expand``   the operator written in terms of others, run on the distributed tensors themselves with the arguments in
-                 schema order: where there is no meaning, or where every strategy would have to communicate
+    ``expand``   the operator written in terms of others, run on the distributed tensors themselves, called with the
+                 arguments in schema order: where there is no meaning, or where every strategy would have to communicate
     ``out``      how many of the last operands are what the outputs are written to: they lie as the outputs do
     ``in_place`` the first output is operand 0 written over: the two lie alike
     """

@@ -1,20 +1,17 @@
-"""Operators that relabel, move, repeat or leave out elements without looking at them.
+"""Operators that move, repeat, join or leave out elements without looking at them.
 
-Views are equations with composed dims: ``(d0 d1) -> d0 d1``. Such operators are ``same( )``: any pending reduction
-passes, because every element of the result is an element of the input (or a zero, which is a zero in every part).
+Such operators are ``same( )``: any pending reduction passes, because every element of the result is an element of the
+input, or a zero, which is a zero in every part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
-from math import prod
-from operator import mul
+from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwise.errors import RuleError, message
-from shardwise.rules.pattern import along, named, text, without, wrap
+from shardwise.rules.empty import unless_empty
+from shardwise.rules.pattern import along, named, same, text, without, wrap
 from shardwise.rules.rule import Call, Placing, Rule
 from shardwise.sharding.spec import TensorMeta
 
@@ -24,201 +21,7 @@ Run = Callable[..., object]
 Sizes = Sequence[int]
 
 
-def same(inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]]) -> str:
-    """The text of an operator that moves elements.
-
-    >>> same([["d0", "d1"]], [["d1", "d0"]])
-    'same(d0 d1) -> d1 d0'
-    """
-    left, right = (", ".join(text(dims) for dims in side) for side in (inputs, outputs))
-    return f"same({left}) -> {right}"
-
-
-# --- views that regroup dims
-
-
-def regroup(before: Sizes, after: Sizes) -> tuple[list[str], list[str]]:
-    """The dims of two shapes with the same elements in the same order, as products of common factors.
-
-    Where the shapes have no common refinement, the dims in question are whole.
-
-    >>> regroup((2, 12), (8, 3))
-    (['d0', '(d1 d2)'], ['(d0 d1)', 'd2'])
-    """
-    if prod(before) == 0:
-        return _regroup_empty(before, after)
-    left: list[str] = []
-    right: list[str] = []
-    for own, others in _groups(before, after):
-        pair = _refined(own, others, len(left) + len(right))
-        left += pair[0]
-        right += pair[1]
-    return left, right
-
-
-def _groups(before: Sizes, after: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
-    """Pairs of runs of dims, as short as can be, that hold the same number of elements."""
-    one = other = 0
-    while one < len(before) or other < len(after):
-        own, others = before[one : one + 1], after[other : other + 1]
-        if own != others and 1 in own:
-            others = ()
-        elif own != others and 1 in others:
-            own = ()
-        while prod(own) != prod(others):
-            if prod(own) < prod(others):
-                own = before[one : one + len(own) + 1]
-            else:
-                others = after[other : other + len(others) + 1]
-        yield own, others
-        one, other = one + len(own), other + len(others)
-
-
-def _refined(own: Sizes, others: Sizes, first: int) -> tuple[list[str], list[str]]:
-    if own == others:
-        return [f"d{first}"], [f"d{first}"]
-    bounds = sorted({*accumulate(own, mul, initial=1), *accumulate(others, mul, initial=1)})
-    if any(high % low for low, high in pairwise(bounds)):
-        return [f"[l{first + dim}]" for dim in range(len(own))], [f"[r{first + dim}]" for dim in range(len(others))]
-    return _factors(own, bounds, first), _factors(others, bounds, first)
-
-
-def _factors(sizes: Sizes, bounds: Sizes, first: int) -> list[str]:
-    dims = []
-    for low, high in pairwise(accumulate(sizes, mul, initial=1)):
-        names = [f"d{first + factor}" for factor, bound in enumerate(bounds) if low <= bound < high]
-        dims.append(f"({' '.join(names)})" if len(names) > 1 else names[0] if names else "1")
-    return dims
-
-
-def _regroup_empty(before: Sizes, after: Sizes) -> tuple[list[str], list[str]]:
-    # Without elements nothing tells which dims belong together, but a common beginning does.
-    common = next(
-        (dim for dim, (size, other) in enumerate(zip(before, after, strict=False)) if size != other),
-        min(len(before), len(after)),
-    )
-    left = [f"d{dim}" if dim < common else f"[l{dim}]" for dim in range(len(before))]
-    return left, [f"d{dim}" if dim < common else f"[r{dim}]" for dim in range(len(after))]
-
-
-def view(x: TensorMeta, size: Sizes, *_: object) -> str:
-    """``view`` and its like; one size may be -1."""
-    known = prod(entry for entry in size if entry != -1)
-    after = tuple(prod(x.shape) // max(known, 1) if entry == -1 else entry for entry in size)
-    left, right = regroup(x.shape, after)
-    return same([left], [right])
-
-
-def _view_local(call: Call, placing: Placing) -> Run:
-    shape = placing.output_shape()
-    run = aten.view.default if call.op is aten._reshape_alias.default else call.op
-    return lambda x, *_: run(x, shape)
-
-
-def view_dtype(x: TensorMeta, dtype: torch.dtype) -> str:
-    if dtype.itemsize == x.dtype.itemsize:
-        return "f(...) -> ..."
-    dims = along(x, [-1])
-    return f"f({text(dims)}) -> {text(dims)}"
-
-
-def as_strided(x: TensorMeta, size: Sizes, stride: Sizes, storage_offset: int | None = None) -> str:
-    if _is_unchanged(x, size, stride, storage_offset):
-        return "same(...) -> ..."
-    reach = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-    if storage_offset or reach > prod(x.shape) or x != TensorMeta.contiguous(x.shape, x.dtype):
-        raise RuleError(
-            message(
-                "as_strided asks for memory that a distributed tensor does not have in one piece",
-                asked=f"as_strided({x}, size={list(size)}, stride={list(stride)}, storage_offset={storage_offset})",
-                do="write it with views, or call contiguous() first and stay within its elements",
-            )
-        )
-    whole = [f"[{name}]" for name in named(len(x.shape))]
-    return same([whole], [[f"[{name}]" for name in named(len(size), "s")]])
-
-
-def _is_unchanged(x: TensorMeta, size: Sizes, stride: Sizes, storage_offset: int | None) -> bool:
-    return tuple(size) == x.shape and tuple(stride) == x.stride and not storage_offset
-
-
-def _as_strided_local(call: Call, placing: Placing) -> Run:
-    x, size, stride, offset = call.args[:4]
-    if _is_unchanged(x, size, stride, offset):
-        return lambda local, *_: aten.alias.default(local)
-
-    def run(local: torch.Tensor, *_: object) -> object:
-        packed = local.contiguous()
-        return call.op(packed, size, stride, packed.storage_offset())
-
-    return run
-
-
-# --- views that name, order, add and drop dims
-
-
-def transpose(x: TensorMeta, dim0: int, dim1: int) -> str:
-    dims = named(len(x.shape))
-    after = list(dims)
-    if dims:
-        after[dim0], after[dim1] = dims[dim1], dims[dim0]
-    return same([dims], [after])
-
-
-def t(x: TensorMeta) -> str:
-    dims = named(len(x.shape))
-    return same([dims], [dims[::-1]])
-
-
-def permute(x: TensorMeta, order: Sizes) -> str:
-    dims = named(len(x.shape))
-    return same([dims], [[dims[dim] for dim in order]])
-
-
-def unsqueeze(x: TensorMeta, dim: int) -> str:
-    dims = named(len(x.shape))
-    after = list(dims)
-    after.insert(dim % (len(dims) + 1), "1")
-    return same([dims], [after])
-
-
-def squeeze(x: TensorMeta, dims: int | Sizes | None = None) -> str:
-    gone = squeezed(x, dims)
-    before = ["1" if dim in gone else name for dim, name in enumerate(named(len(x.shape)))]
-    return same([before], [without(before, *gone)] if gone else [before])
-
-
-def squeezed(x: TensorMeta, dims: int | Sizes | None) -> list[int]:
-    """The dims that ``squeeze`` drops."""
-    ndim = len(x.shape)
-    asked = range(ndim) if dims is None else [dims] if isinstance(dims, int) else dims
-    return sorted({wrap(dim, ndim) for dim in asked if ndim and x.shape[wrap(dim, ndim)] == 1})
-
-
-def _squeeze_local(call: Call, placing: Placing) -> Run:
-    # Only dims whose global size is 1, whatever the local sizes are.
-    gone = squeezed(call.args[0], call.args[1] if len(call.args) > 1 else None)
-    return lambda x, *_: aten.squeeze.dims(x, gone)
-
-
-def _squeeze_copy_local(call: Call, placing: Placing) -> Run:
-    run = _squeeze_local(call, placing)
-    return lambda x, *rest: aten.clone.default(run(x, *rest))
-
-
-def expand(x: TensorMeta, size: Sizes, implicit: bool = False) -> str:
-    new = len(size) - len(x.shape)
-    dims = named(len(size))
-    before = [
-        "1" if old == 1 and wanted not in (1, -1) else name
-        for old, wanted, name in zip(x.shape, size[new:], dims[new:], strict=True)
-    ]
-    return same([before], [dims])
-
-
-def _expand_local(call: Call, placing: Placing) -> Run:
-    shape = placing.output_shape()
-    return lambda x, *_: call.op(x, shape)
+# --- repeating and rearranging blocks
 
 
 def repeat(x: TensorMeta, repeats: Sizes) -> str:
@@ -236,6 +39,30 @@ def _repeat_local(call: Call, placing: Placing) -> Run:
     new = len(repeats) - len(x.shape)
     local = [*placing.output_shape()[:new], *repeats[new:]]
     return lambda x, *_: call.op(x, local)
+
+
+def diag_embed(x: TensorMeta, offset: int = 0, dim1: int = -2, dim2: int = -1) -> str:
+    ndim = len(x.shape) + 1
+    matrix = sorted({dim1 % ndim, dim2 % ndim})
+    dims = [f"[{name}]" if at == len(x.shape) - 1 else name for at, name in enumerate(named(len(x.shape)))]
+    after = dims[:-1]
+    for at in matrix:
+        after.insert(at, f"[m{at}]")
+    return same([dims], [after])
+
+
+def pixel_shuffle(x: TensorMeta, factor: int) -> str:
+    batch = named(len(x.shape) - 3)
+    return same([[*batch, "(c [r] [q])", "h", "w"]], [[*batch, "c", "(h [r])", "(w [q])"]])
+
+
+def pixel_unshuffle(x: TensorMeta, factor: int) -> str:
+    batch = named(len(x.shape) - 3)
+    return same([[*batch, "c", "(h [r])", "(w [q])"]], [[*batch, "(c [r] [q])", "h", "w"]])
+
+
+def channel_shuffle(x: TensorMeta, groups: int) -> str:
+    return dims_whole(x, 1)
 
 
 # --- parts of a dim
@@ -258,6 +85,10 @@ def _slice_local(call: Call, placing: Placing) -> Run:
     if _is_all(x.shape[dim], start, end, step):
         return lambda x, *_: call.op(x, dim, 0, END, 1)
     return call.op
+
+
+def narrow_copy(x: TensorMeta, dim: int, start: int, length: int) -> str:
+    return dims_whole(x, dim)
 
 
 def select(x: TensorMeta, dim: int, index: int) -> str:
@@ -414,36 +245,12 @@ def constant_pad_nd(x: TensorMeta, pad: Sizes, value: float = 0) -> str:
     return f"same({dims}) -> {dims}" if value == 0 else f"f({dims}) -> {dims}"
 
 
-VIEWS = {
-    "view": Rule(view, local=_view_local),
-    "view.dtype": view_dtype,
-    "view_copy": Rule(view, local=_view_local),
-    "view_copy.dtype": view_dtype,
-    "_unsafe_view": Rule(view, local=_view_local),
-    "_reshape_alias": Rule(view, local=_view_local),
-    "_reshape_copy": Rule(view, local=_view_local),
-    "as_strided": Rule(as_strided, local=_as_strided_local),
-    "transpose": transpose,
-    "transpose_copy": transpose,
-    "t": t,
-    "t_copy": t,
-    "permute": permute,
-    "permute_copy": permute,
-    "unsqueeze": unsqueeze,
-    "unsqueeze_copy": unsqueeze,
-    "squeeze": Rule(squeeze, local=_squeeze_local),
-    "squeeze_copy": Rule(squeeze, local=_squeeze_copy_local),
-    "expand": Rule(expand, local=_expand_local),
-    "expand_copy": Rule(expand, local=_expand_local),
-    "lift_fresh": "same(...) -> ...",
-    "_pin_memory": "same(...) -> ...",
-    "view_as_real": "... -> ... [pair]",
-    "view_as_complex": "... [pair] -> ...",
-}
-
 PARTS = {
     "slice": Rule(slice_, local=_slice_local),
+    "slice_copy": Rule(slice_, local=_slice_local),
     "select": select,
+    "select_copy": select,
+    "narrow_copy": narrow_copy,
     "split": split,
     "split_with_sizes": split,
     "unsafe_split": split,
@@ -468,6 +275,11 @@ MOVES = {
     "tril": Rule("same(...) -> ...", local=_triangle_local),
     "triu": Rule("same(...) -> ...", local=_triangle_local),
     "constant_pad_nd": constant_pad_nd,
+    "diag_embed": diag_embed,
+    "pixel_shuffle": Rule(pixel_shuffle, local=unless_empty),
+    "pixel_unshuffle": Rule(pixel_unshuffle, local=unless_empty),
+    "channel_shuffle": Rule(channel_shuffle, local=unless_empty),
+    "native_channel_shuffle": Rule(channel_shuffle, local=unless_empty),
 }
 
 WRITES = {
@@ -480,4 +292,4 @@ WRITES = {
     "diagonal_scatter": diagonal_scatter,
 }
 
-RULES = {**VIEWS, **PARTS, **MOVES, **WRITES}
+RULES = {**PARTS, **MOVES, **WRITES}

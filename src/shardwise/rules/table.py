@@ -9,25 +9,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 
 from shardwise.errors import RuleError, message
-from shardwise.rules import algebra, answers, attention, creation, indexing, losses, nn, norms, pointwise, shape
+from shardwise.rules import (
+    algebra,
+    answers,
+    attention,
+    creation,
+    indexing,
+    linalg,
+    losses,
+    nn,
+    norms,
+    pointwise,
+    shape,
+    views,
+)
 from shardwise.rules.equation import parse
 from shardwise.rules.foreach import foreach_base, foreach_entries
-from shardwise.rules.rule import Call, Placing, Rule
+from shardwise.rules.rule import Call, Placing, Rule, Strategies
 from shardwise.sharding.spec import TensorMeta
 
 __all__ = ["foreach_base", "foreach_entries", "lookup", "make_call", "register_rule", "unregister_rule"]
 
 FAMILIES: Sequence[Mapping[str, object]] = tuple(
     family.RULES
-    for family in (pointwise, algebra, shape, indexing, nn, norms, attention, losses, creation, answers)
+    for family in (pointwise, algebra, views, shape, indexing, nn, norms, attention, losses, linalg, creation, answers)
 )
 
 _user_rules: dict[str, Rule] = {}
+_generation = [0]
+
+
+def generation() -> int:
+    """How often users' rules have changed; what was planned by an earlier generation is void."""
+    return _generation[0]
 
 
 def lookup(op: torch._ops.OpOverload) -> Rule | None:
@@ -50,6 +69,7 @@ def register_rule(name: str, rule: str | Rule | Callable[..., object]) -> None:
     if isinstance(made.meaning, str) and made.meaning:
         parse(made.meaning)
     _user_rules[name.removeprefix("aten::")] = made
+    _generation[0] += 1
     _lookup.cache_clear()
 
 
@@ -57,6 +77,7 @@ def unregister_rule(name: str) -> None:
     """Take back what `register_rule` gave; raises `RuleError` if there is no such rule."""
     if _user_rules.pop(name.removeprefix("aten::"), None) is None:
         raise RuleError(message(f"no rule was registered for {name}", got=", ".join(_user_rules) or "none"))
+    _generation[0] += 1
     _lookup.cache_clear()
 
 
@@ -65,7 +86,7 @@ def as_rule(entry: object) -> Rule:
     return entry if isinstance(entry, Rule) else Rule(entry)  # type: ignore[arg-type]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _lookup(op: torch._ops.OpOverload) -> Rule | None:
     return _out(op) or _named(op) or _in_place(op) or _pointwise(op)
 
@@ -102,7 +123,9 @@ def _in_place(op: torch._ops.OpOverload) -> Rule | None:
 
 def _out(op: torch._ops.OpOverload) -> Rule | None:
     arguments = op._schema.arguments
-    kept = [place for place, argument in enumerate(arguments) if not (argument.kwarg_only and _writes(op._schema, place))]
+    kept = [
+        place for place, argument in enumerate(arguments) if not (argument.kwarg_only and _writes(op._schema, place))
+    ]
     written = len(arguments) - len(kept)
     if not written:
         return None
@@ -145,7 +168,7 @@ def _varied(
 ) -> Rule:
     """The rule of a variant whose arguments at ``places`` are those of the functional operator, in its order."""
 
-    def meaning(*args: object) -> object:
+    def meaning(*args: object) -> str | Strategies | Rule:
         assert callable(rule.meaning), rule
         answer = rule.meaning(*(args[place] for place in places))
         return _varied(answer, functional, places, out=out, in_place=in_place) if isinstance(answer, Rule) else answer
@@ -168,7 +191,7 @@ def _varied(
 
 
 def _writing(run: Callable[..., object], places: tuple[int, ...]) -> Callable[..., object]:
-    """``run`` on the arguments at ``places``, its results copied into the others, or into the first if there are none."""
+    """``run`` on the arguments at ``places``, its results copied into the others, if none into the first."""
 
     def written(*args: object) -> object:
         results = run(*(args[place] for place in places))
@@ -196,7 +219,12 @@ class Slot:
 @cache
 def slots(op: torch._ops.OpOverload) -> tuple[Slot, ...]:
     """The arguments of an operator in schema order, keyword-only ones included."""
-    kinds = {"Tensor": "tensor", "Optional[Tensor]": "tensor", "List[Tensor]": "tensors", "List[Optional[Tensor]]": "tensors"}
+    kinds = {
+        "Tensor": "tensor",
+        "Optional[Tensor]": "tensor",
+        "List[Tensor]": "tensors",
+        "List[Optional[Tensor]]": "tensors",
+    }
     return tuple(
         Slot(argument.name, argument.default_value, kinds.get(str(argument.type), "other"))
         for argument in op._schema.arguments
@@ -217,7 +245,7 @@ def make_call(
     kwargs: Mapping[str, object],
     outputs: Sequence[TensorMeta | None],
 ) -> Call:
-    """The call of ``op`` on global tensors, whose metas stand for them in ``args`` and ``kwargs``; ``outputs`` flattened."""
+    """The call of ``op`` on global tensors: metas stand for them in the arguments; ``outputs`` are flattened."""
     filled: list[object] = list(args)
     operands: list[TensorMeta | None] = []
     fixed: list[int] = []

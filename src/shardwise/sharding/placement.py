@@ -68,7 +68,7 @@ class Cut(Placement):
         return sum(stop - start for start, stop in self.intervals(size, parts, index))
 
     def take(self, tensor: torch.Tensor, parts: int, index: int) -> torch.Tensor:
-        """The part of ``tensor`` (whole along the dim) that rank ``index`` of ``parts`` holds: a view if it is one interval."""
+        """The part of ``tensor`` that rank ``index`` of ``parts`` holds; a view of it, if the part is one interval."""
         pieces = [
             tensor.narrow(self.dim, start, stop - start)
             for start, stop in self.intervals(tensor.shape[self.dim], parts, index)

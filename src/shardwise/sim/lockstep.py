@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
-from shardwise.errors import DeadlockError, message
+from shardwise.errors import DeadlockError, WorldError, message
 from shardwise.sim.request import Place, place_text, user_place
 
 
@@ -47,6 +47,7 @@ class Lockstep:
     """The turns of ``size`` ranks; ``swap(leaving, coming)`` is called whenever the turn passes."""
 
     GRACE = 1.0  # seconds that a rank gets to come to its next collective when the caller breaks off the run
+    PATIENCE = 1000  # times that each rank may ask in vain whether something is done, with nobody launching anything
 
     def __init__(self, size: int, swap: Callable[[int, int], None]) -> None:
         self.running = 0
@@ -56,20 +57,27 @@ class Lockstep:
         self._over = _taken()
         self._alive = [True] * size
         self._awaited: list[Awaited | None] = [None] * size
+        self._asked: list[Awaited | None] = [None] * size
+        self._asked_in_vain = 0
+        self._begun = False
+        self._open = True
         self._threads: list[RankThread] = []
 
     def drive(self, bodies: list[Callable[[], None]]) -> None:
         """Run each rank's body on its own thread, in turns, until all have left."""
         self._threads = [RankThread(rank, self._in_turn(rank, body)) for rank, body in enumerate(bodies)]
-        for thread in self._threads:
-            thread.start()
-        self._turns[0].release()
         try:
+            for thread in self._threads:
+                thread.start()
+            self._begun = True
+            self._turns[0].release()
             self._over.acquire()
         except BaseException as error:
             self._break_off(error)
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
+        self._open = False
 
     def wait(self, rank: int, awaited: Awaited) -> None:
         """Block ``rank`` until ``awaited`` is done; the others run meanwhile."""
@@ -84,14 +92,24 @@ class Lockstep:
             self.check()
         self._awaited[rank] = None
 
-    def give_way(self, rank: int) -> None:
-        """Let the next rank that can go on have a turn, without waiting for anything."""
+    def give_way(self, rank: int, asked: Awaited) -> None:
+        """Let the next rank that can go on have a turn, because ``rank`` asks whether ``asked`` is done."""
         self.check()
+        self._asked[rank] = asked
+        self._asked_in_vain += 1
+        if self._asked_in_vain > self.PATIENCE * len(self._alive):
+            self.end(self._deadlock())
         following = self._next(rank)
         if following is not None and following != rank:
             self._pass(rank, following)
             self._turns[rank].acquire()
             self.check()
+        self._asked[rank] = None
+
+    def launch(self) -> None:
+        """Note that a rank launches something."""
+        self.check()
+        self._asked_in_vain = 0
 
     def end(self, failure: BaseException) -> NoReturn:
         """End the run because of ``failure``, and take the rank that has the turn out of its program."""
@@ -100,8 +118,15 @@ class Lockstep:
         raise Unwound
 
     def check(self) -> None:
+        """Take the rank that has the turn out of its program if the run has ended."""
         if self.failure is not None:
             raise Unwound
+        if not self._open:
+            raise WorldError(
+                message(
+                    "the simulated run has ended", asked="a collective on one of its groups", do="call it in the run"
+                )
+            )
 
     def _in_turn(self, rank: int, body: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -148,7 +173,7 @@ class Lockstep:
         frames = sys._current_frames()
         lines = []
         for rank, thread in enumerate(self._threads):
-            awaited = self._awaited[rank]
+            awaited = self._awaited[rank] or self._asked[rank]
             if not self._alive[rank] or awaited is None:
                 lines.append(f"rank {rank} has finished")
             else:
@@ -164,6 +189,11 @@ class Lockstep:
 
     def _break_off(self, error: BaseException) -> None:
         self.failure = self.failure or error
+        if not self._begun:
+            self._alive = [thread.ident is not None for thread in self._threads]
+            if not any(self._alive):
+                return
+            self._turns[self._alive.index(True)].release()
         if not self._over.acquire(timeout=self.GRACE):
             thread = self._threads[self.running]
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Unwound))

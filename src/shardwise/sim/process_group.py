@@ -60,7 +60,7 @@ class SimulatedWork(dist.Work):
 
     def is_completed(self) -> bool:
         if not self.meeting.done:
-            self.group.lockstep.give_way(self.group.world_rank)
+            self.group.lockstep.give_way(self.group.world_rank, self.meeting)
         return self.meeting.done
 
     def is_success(self) -> bool:
@@ -248,7 +248,7 @@ class SimulatedGroup(_Base):  # type: ignore[misc]
         return self._launch(lambda: self.channel.call(request), outputs)
 
     def _launch(self, join: Callable[[], Meeting], outputs: Tensors) -> SimulatedWork:
-        self.lockstep.check()
+        self.lockstep.launch()
         try:
             meeting = join()
         except CollectiveMismatchError as error:

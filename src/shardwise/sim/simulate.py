@@ -74,8 +74,12 @@ class Simulation:
 
         with _alone(), torch_replaced(), self._worlds_made():
             self.lockstep.drive([start(rank) for rank in range(self.size)])
-        if self.lockstep.failure is not None:
-            raise self.lockstep.failure
+        failure, self.lockstep.failure = self.lockstep.failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # its traceback holds this frame
         return [results[rank] for rank in range(self.size)]
 
     def _run_rank(self, rank: int, modes: Modes, body: Callable[[], T], results: dict[int, T]) -> None:

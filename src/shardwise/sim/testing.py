@@ -15,6 +15,7 @@ in its notes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -60,17 +61,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
         own = {"world": current_world()} if "world" in arguments else {}
         pyfuncitem.obj(**{**arguments, **own})
 
-    try:
-        run(body, size)
-    except RankError as error:
-        raise _cause(error, size)  # noqa: B904
-    except CollectiveError as error:
-        raise error.with_traceback(None) from None
+    failure = _failure(body, size)
+    if failure is not None:
+        raise failure
     return True
 
 
-def _cause(error: RankError, size: int) -> BaseException:
-    cause = error.__cause__
-    assert cause is not None, error
-    cause.__notes__ = [*getattr(cause, "__notes__", []), f"on rank {error.rank} of {size}"]
-    return cause
+def _failure(body: Callable[[], None], size: int) -> BaseException | None:
+    try:
+        run(body, size)
+    except RankError as error:
+        cause = error.__cause__ or error
+        cause.__notes__ = [*getattr(cause, "__notes__", []), f"on rank {error.rank} of {size}"]
+        return cause
+    except CollectiveError as error:
+        return error.with_traceback(None)
+    return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -116,8 +115,8 @@ def distribute_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
     partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
-    input_fn: Callable[..., Any] | None = None,
-    output_fn: Callable[..., Any] | None = None,
+    input_fn: Callable[..., object] | None = None,
+    output_fn: Callable[..., object] | None = None,
 ) -> nn.Module:
     """Make the parameters and buffers of ``module`` distributed, in place, and return it.
 
@@ -153,13 +152,13 @@ def replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
             module._buffers[name] = distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim)
 
 
-def _before(function: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+def _before(function: Callable[..., object], mesh: DeviceMesh) -> Callable[..., object]:
     if len(inspect.signature(function).parameters) == 2:
         return lambda module, inputs: function(inputs, mesh)
     return lambda module, inputs: function(module, inputs, mesh)
 
 
-def _after(function: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+def _after(function: Callable[..., object], mesh: DeviceMesh) -> Callable[..., object]:
     if len(inspect.signature(function).parameters) == 2:
         return lambda module, inputs, outputs: function(outputs, mesh)
     return lambda module, inputs, outputs: function(module, outputs, mesh)

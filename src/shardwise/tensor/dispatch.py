@@ -17,9 +17,9 @@ from shardwise.mesh.world import World, current_world
 from shardwise.redistribute import execute
 from shardwise.redistribute.steps import Step
 from shardwise.rules.foreach import foreach_base
-from shardwise.rules.table import lookup
+from shardwise.rules.table import generation, lookup
 from shardwise.sharding.placement import Replicate
-from shardwise.sharding.spec import Spec, TensorMeta, dtype_name
+from shardwise.sharding.spec import Spec, TensorMeta
 from shardwise.tensor.propagate import Asked, Op, OpPlan, propagate
 from shardwise.tensor.rng import draws, plan_random
 from shardwise.tensor.signature import Signature, signature
@@ -46,13 +46,14 @@ class Ready:
 def run(kind: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``op`` on arguments of which some are distributed tensors of the class ``kind``."""
     world = current_world()
-    key: list[Any] = [op]
+    memory = world.memory
+    key: list[Any] = [op, generation(), memory.get("implicit replication")]
     local_args = [_local(argument, kind, key) for argument in args]
     local_kwargs = {}
     for name, argument in kwargs.items():
         key.append(name)
         local_kwargs[name] = _local(argument, kind, key)
-    plans: dict[Any, Ready] = world.memory.setdefault("plans", {})
+    plans: dict[Any, Ready] = memory.setdefault("plans", {})
     whole_key = tuple(key)
     ready = plans.get(whole_key)
     if ready is None:
@@ -225,7 +226,7 @@ def _spec_of(operand: Any, kind: Any, mesh: Any, op: Op) -> Spec | None:
     raise MixedTensorError(
         message(
             f"{op}: got mixed torch.Tensor and DTensor",
-            asked=f"{op} with a plain tensor {dtype_name(operand.dtype)}{list(operand.shape)} beside a DTensor on {mesh}",
+            asked=f"{op} with a plain {TensorMeta.of(operand)} beside a DTensor on {mesh}",
             do="distribute_tensor(plain, mesh, [Replicate()]) first, or run it under shardwise.implicit_replication()",
         )
     )
@@ -314,7 +315,8 @@ def _place_in(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], where: int 
 
 def _run_each(kind: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Ready) -> Any:
     base = foreach_base(op)
-    assert base is not None and ready.each is not None
+    assert base is not None, op
+    assert ready.each is not None, op
     results = []
     for entry in range(len(ready.each)):
         own_args, own_kwargs = _entry(op, base, args, kwargs, entry)

@@ -163,6 +163,7 @@ class DTensor(torch.Tensor):
                 )
             )
         target = normalize(placements, spec.mesh, spec.ndim)
+        _check_pending(spec, target)
         source = self._cast(forward_dtype or self.dtype)
         if target == source._spec.placements and backward_dtype is None:
             return source
@@ -260,6 +261,18 @@ def _arrived(local: torch.Tensor) -> torch.Tensor:
     return local if waiting is None else waiting()
 
 
+def _check_pending(source: Spec, target: tuple[Placement, ...]) -> None:
+    for axis, (own, wanted) in enumerate(zip(source.placements, target, strict=True)):
+        if isinstance(wanted, Partial) and own is not wanted:
+            raise RedistributeError(
+                message(
+                    f"redistribute makes nothing pending: {own} cannot become {wanted}",
+                    asked=f"{source} to {list(target)}, on axis {source.mesh.axis_names[axis]}",
+                    do="redistribute to Replicate() or Shard(dim); DTensor.from_local can take pending parts",
+                )
+            )
+
+
 def _moved(source: DTensor, placements: tuple[Placement, ...], async_op: bool = False) -> DTensor:
     spec = source._spec
     target = spec.with_placements(placements)
@@ -292,7 +305,7 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         spec = ctx.spec
         stride = TensorMeta.contiguous(spec.shape, gradient.dtype).stride
-        return DTensor.from_local(gradient, spec.mesh, ctx.back, shape=spec.shape, stride=stride), None
+        return DTensor.from_local(gradient.contiguous(), spec.mesh, ctx.back, shape=spec.shape, stride=stride), None
 
 
 class _Redistribute(torch.autograd.Function):

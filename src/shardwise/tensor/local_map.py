@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -20,14 +20,14 @@ Places = Sequence[Placement] | None
 
 
 def local_map(
-    func: Callable[..., Any] | None = None,
+    func: Callable[..., object] | None = None,
     out_placements: Places | Sequence[Places] = None,
     in_placements: Sequence[Places] | None = None,
     in_grad_placements: Sequence[Places] | None = None,
     device_mesh: DeviceMesh | None = None,
     *,
     redistribute_inputs: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """Make a function of local tensors one of distributed tensors: it sees this rank's parts.
 
     ``out_placements`` says how each output lies (one list for a single output, None for what is no tensor);
@@ -49,7 +49,7 @@ def local_map(
         return lambda function: local_map(function, *options, redistribute_inputs=redistribute_inputs)
 
     @functools.wraps(func)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args: object, **kwargs: object) -> object:
         flat, tree = pytree.tree_flatten((args, kwargs))
         distributed = [item for item in flat if isinstance(item, DTensor)]
         mesh = device_mesh or (distributed[0].device_mesh if distributed else None)
@@ -68,7 +68,7 @@ def local_map(
     return mapped
 
 
-def _inputs(flat: list[Any], mesh: DeviceMesh, wanted: Sequence[Places] | None, moves: bool) -> list[Any]:
+def _inputs(flat: list[object], mesh: DeviceMesh, wanted: Sequence[Places] | None, moves: bool) -> list[object]:
     if wanted is None:
         return flat
     if len(wanted) != len(flat):
@@ -83,7 +83,7 @@ def _inputs(flat: list[Any], mesh: DeviceMesh, wanted: Sequence[Places] | None, 
     return [_input(item, mesh, places, moves) for item, places in zip(flat, wanted, strict=True)]
 
 
-def _input(item: Any, mesh: DeviceMesh, places: Places, moves: bool) -> Any:
+def _input(item: object, mesh: DeviceMesh, places: Places, moves: bool) -> object:
     if not isinstance(item, DTensor) or places is None:
         return item
     target = normalize(places, mesh, item.ndim)
@@ -111,19 +111,21 @@ def _is_uneven(spec: Spec) -> bool:
     return False
 
 
-def _outputs(result: Any, mesh: DeviceMesh, out_placements: Places | Sequence[Places], uneven: bool) -> Any:
+def _outputs(result: object, mesh: DeviceMesh, out_placements: Places | Sequence[Places], uneven: bool) -> object:
     flat, tree = pytree.tree_flatten(result)
-    single = out_placements is None or not out_placements or isinstance(out_placements[0], Placement)
-    wanted: Sequence[Any] = [out_placements] * len(flat) if single else out_placements  # type: ignore[assignment]
+    each = bool(out_placements) and not isinstance(cast(Sequence[object], out_placements)[0], Placement)
+    wanted = cast(Sequence[Places], out_placements if each else [out_placements] * len(flat))
     if len(wanted) != len(flat):
         raise PlacementError(
-            message("local_map needs one entry of out_placements for each output", asked=wanted, got=f"{len(flat)} outputs")
+            message(
+                "local_map needs one entry of out_placements for each output", asked=wanted, got=f"{len(flat)} outputs"
+            )
         )
     made = [_output(item, mesh, places, uneven) for item, places in zip(flat, wanted, strict=True)]
     return pytree.tree_unflatten(made, tree)
 
 
-def _output(item: Any, mesh: DeviceMesh, places: Places, uneven: bool) -> Any:
+def _output(item: object, mesh: DeviceMesh, places: Places, uneven: bool) -> object:
     if places is None or not isinstance(item, torch.Tensor):
         return item
     if not uneven:

@@ -52,7 +52,7 @@ class OpPlan:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A call as propagation sees it: static arguments as they are, `TensorMeta` for tensors, a spec for each operand."""
+    """A call as propagation sees it: static arguments as they are, `TensorMeta` for tensors, their specs."""
 
     op: Op
     args: tuple[Any, ...]
@@ -77,12 +77,15 @@ class Asked:
 
 
 def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
-    """Plan a call (with ``whole``: on whole operands only); raises `RuleError`, `ViewError` or `InplaceError` where there is no correct way to run it."""
+    """Plan a call (with ``whole``: on whole operands only).
+
+    Raises `RuleError`, `ViewError` or `InplaceError` where there is no correct way to run it.
+    """
     rule = lookup(asked.op)
     if rule is None:
         raise RuleError(
             message(
-                f"{asked.op} has no sharding rule",
+                f"{asked.op} is not supported on DTensors: it has no sharding rule",
                 asked=asked,
                 do="shardwise.register_rule(...) for it, or call it on .full_tensor()",
             )
@@ -114,7 +117,7 @@ def output_metas(asked: Asked, traits: Signature) -> tuple[TensorMeta | None, ..
     return tuple(TensorMeta.of(result) if isinstance(result, torch.Tensor) else None for result in results)
 
 
-def _meta(argument: Any) -> Any:
+def _meta(argument: object) -> object:
     if isinstance(argument, TensorMeta):
         return torch.empty_strided(argument.shape, argument.stride, dtype=argument.dtype, device="meta")
     if isinstance(argument, (list, tuple)):
@@ -197,7 +200,7 @@ def _keeps(strategy: Strategy, current: Specs, axis: int, written: tuple[int, ..
         spec = current[operand]
         if spec is None:
             continue
-        if not strategy.inputs[operand] == spec.placements[axis]:
+        if strategy.inputs[operand] != spec.placements[axis]:
             return False
         if number < len(strategy.outputs) and strategy.outputs[number] != spec.placements[axis]:
             return False
@@ -228,7 +231,7 @@ def _cheapest(allowed: list[Chosen], current: Specs, axis: int, viewed: tuple[in
 
 
 def _reachable(strategy: Strategy, current: Specs, axis: int) -> bool:
-    # A pending result can be made of a whole tensor only; to make one of shards, or of another reduction, gains nothing.
+    # A pending result is made of a whole tensor only: to make one of shards, or of another reduction, gains nothing.
     return all(
         spec is None
         or not isinstance(role, Partial)

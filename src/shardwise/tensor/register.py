@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -15,9 +14,11 @@ from shardwise.sharding.placement import Placement
 from shardwise.tensor.signature import signature
 
 Op = torch._ops.OpOverload
+Roles = Sequence[Placement | None]
+Listing = Callable[..., Sequence[tuple[Roles, Roles]]]
 
 
-def register_sharding(op: Op | Sequence[Op]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_sharding(op: Op | Sequence[Op]) -> Callable[[Listing], Listing]:
     """Decorate a function that lists how ``op`` may be sharded over one mesh axis.
 
     The function gets the arguments of the operator, with `TensorMeta` (shape, stride, dtype) for tensors, and returns a
@@ -30,7 +31,7 @@ def register_sharding(op: Op | Sequence[Op]) -> Callable[[Callable[..., Any]], C
     """
     ops = [op] if isinstance(op, torch._ops.OpOverload) else list(op)
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register(function: Listing) -> Listing:
         for each in ops:
             name = each._schema.name + (f".{each._schema.overload_name}" if each._schema.overload_name else "")
             register_rule(name, Rule(_meaning(each, function)))
@@ -39,11 +40,11 @@ def register_sharding(op: Op | Sequence[Op]) -> Callable[[Callable[..., Any]], C
     return register
 
 
-def _meaning(op: Op, function: Callable[..., Any]) -> Callable[..., Sequence[Strategy]]:
+def _meaning(op: Op, function: Listing) -> Callable[..., Sequence[Strategy]]:
     traits = signature(op)
     tensors = [place for place, argument in enumerate(op._schema.arguments) if "Tensor" in str(argument.type)]
 
-    def meaning(*args: Any) -> Sequence[Strategy]:
+    def meaning(*args: object) -> Sequence[Strategy]:
         named = dict(zip(traits.names[traits.positional :], args[traits.positional :], strict=True))
         answer = function(*args[: traits.positional], **named)
         return [Strategy(_roles(op, inputs, tensors, args), tuple(outputs)) for outputs, inputs in answer]
@@ -51,9 +52,7 @@ def _meaning(op: Op, function: Callable[..., Any]) -> Callable[..., Sequence[Str
     return meaning
 
 
-def _roles(
-    op: Op, inputs: Sequence[Any], tensors: Sequence[int], args: Sequence[Any]
-) -> tuple[Placement | None, ...]:
+def _roles(op: Op, inputs: Roles, tensors: Sequence[int], args: Sequence[object]) -> tuple[Placement | None, ...]:
     if len(inputs) == len(tensors) and len(tensors) != len(args):
         return tuple(inputs)
     if len(inputs) != len(args):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -69,11 +68,14 @@ def _plan_fill(asked: Asked, spec: Spec, alike: bool) -> OpPlan:
         )
     coordinate = asked.coordinate
 
-    def fill(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def fill(
+        local: torch.Tensor, *args: object, generator: torch.Generator | None = None, **kwargs: object
+    ) -> torch.Tensor:
         meta = spec.meta
         whole = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=local.device)
-        with stream(asked.mesh, local.device, kwargs.get("generator")):
-            drawn = asked.op(whole, *args, **kwargs)
+        given = {} if generator is None else {"generator": generator}
+        with stream(asked.mesh, local.device, generator):
+            drawn = asked.op(whole, *args, **kwargs, **given)
         assert coordinate is not None
         part = spec.take(drawn, coordinate)
         return part.clone() if alike else local.copy_(part)
@@ -81,11 +83,12 @@ def _plan_fill(asked: Asked, spec: Spec, alike: bool) -> OpPlan:
     return OpPlan(fill, (), (spec,))
 
 
-def _streamed(local: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
-    def drawing(*args: Any, **kwargs: Any) -> Any:
+def _streamed(local: Callable[..., object], mesh: DeviceMesh) -> Callable[..., object]:
+    def drawing(*args: object, generator: torch.Generator | None = None, **kwargs: object) -> object:
         device = next((item.device for item in args if isinstance(item, torch.Tensor)), torch.device(mesh.device_type))
-        with stream(mesh, device, kwargs.get("generator")):
-            return local(*args, **kwargs)
+        given = {} if generator is None else {"generator": generator}
+        with stream(mesh, device, generator):
+            return local(*args, **kwargs, **given)
 
     return drawing
 

@@ -1,0 +1,3 @@
+"""Checkpoints: saving, loading and resharding distributed tensors."""
+
+__all__ = ()

@@ -1,0 +1,159 @@
+"""The exchange of claims over the store that the processes of `torch.distributed` share.
+
+A store has no collectives that could hang, so whoever waits can always say for whom. A *round* is the n-th time that a
+set of ranks makes a mesh together. Each rank leaves a few short entries; the last one to come, or the first whose time
+is up, writes the one verdict that all others read. Only where that fails does anybody read what each rank has left.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.errors import CollectiveError, message
+from shardwise.mesh.agreement import Claim, Claims, digest, gather
+
+FIRST_PAUSE = 0.0002
+LONGEST_PAUSE = 0.05  # seconds between two looks at the store, in small worlds
+PAUSE_PER_RANK = 1e-5  # one server answers everybody
+LOOK = 0.25  # seconds after which a rank that waits looks where the missing ones are
+GRACE = 5.0  # seconds that whoever decides gets to write the verdict
+
+
+class StoreExchange:
+    """Brings together the claims of processes; a rank's rounds are counted for each set of ranks."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store = dist.PrefixStore("shardwise/mesh", store)
+        self._rank = rank
+        self._rounds: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, claim: Claim, timeout: float) -> Claims:
+        name = digest(claim.ranks)
+        with self._lock:
+            number = self._rounds[name] = self._rounds.get(name, -1) + 1
+        try:
+            return _Round(self._store, f"{name}.{number}", self._rank, claim).meet(timeout)
+        except dist.DistError as error:
+            raise CollectiveError(
+                message(
+                    "the store of torch.distributed cannot be reached to agree on a mesh",
+                    asked=claim.text,
+                    got=error,
+                    do="see whether the process that holds it (rank 0, or the launcher) still runs",
+                )
+            ) from error
+
+
+class _Round:
+    def __init__(self, store: dist.Store, key: str, rank: int, claim: Claim) -> None:
+        self.store = store
+        self.key = key
+        self.rank = rank
+        self.claim = claim
+        self.elsewhere: dict[int, str] = {}  # who was found in another round at the last look, and which
+
+    def meet(self, timeout: float) -> Claims:
+        watches = self._arrive()
+        began = time.monotonic()
+        pause, longest = FIRST_PAUSE, LONGEST_PAUSE + PAUSE_PER_RANK * len(self.claim.ranks)
+        look = LOOK
+        while (verdict := self._verdict(self.key)) is None:
+            waited = time.monotonic() - began
+            if waited >= timeout + GRACE:
+                return self._late()
+            if waited >= timeout:
+                self._decide(self._late(), [self.key])
+            elif watches and waited >= look:
+                look *= 2
+                self._look()
+            time.sleep(pause)
+            pause = min(pause * 1.5, longest)
+        return self._read(verdict)
+
+    def _arrive(self) -> bool:
+        """Leave this rank's claim; whether it is the one that watches over the round."""
+        claim, key, store = self.claim, self.key, self.store
+        store.set(f"at/{self.rank}", json.dumps([key, claim.digest]))
+        if store.add(f"{key}/said/{claim.digest}", int(self.rank in claim.ranks)) <= 1:
+            store.set(f"{key}/text/{claim.digest}", json.dumps([claim.text, claim.ranks]))
+        if self.rank not in claim.ranks:
+            return True
+        store.set(f"{key}/rank/{self.rank}", claim.digest)
+        come = store.add(f"{key}/come", 1)
+        if come == len(claim.ranks):
+            same = store.add(f"{key}/said/{claim.digest}", 0) == come
+            self._decide(claim if same else self._late(), [key])
+        return come == 1
+
+    def _decide(self, verdict: Claim | Claims, keys: Sequence[str]) -> None:
+        text = json.dumps(verdict[1:] if isinstance(verdict, Claim) else [verdict.made, [*verdict.absent.items()]])
+        for key in keys:
+            if self.store.add(f"{key}/decided", 1) == 1:
+                self.store.set(f"{key}/verdict", text)
+
+    def _verdict(self, key: str) -> Any | None:
+        return self._load(f"{key}/verdict")
+
+    def _read(self, verdict: Any) -> Claims:
+        said, text = verdict
+        if isinstance(said, dict):
+            return Claims(said, dict(text))
+        inside = [(rank, said, text) for rank in self.claim.ranks]
+        own = [] if said == self.claim.digest else [(self.rank, self.claim.digest, self.claim.text)]
+        return Claims(gather([*inside, *own]), {})
+
+    def _late(self) -> Claims:
+        """What has been said until now."""
+        said: list[tuple[int, str, str]] = []
+        absent: dict[int, str] = {}
+        for rank in self.claim.ranks:
+            if self.store.check([f"{self.key}/rank/{rank}"]):
+                key = self.store.get(f"{self.key}/rank/{rank}").decode()
+                said.append((rank, key, self._load(f"{self.key}/text/{key}")[0]))
+            else:
+                other = self._other_round(rank)
+                absent[rank] = "" if other is None else f"waits for others to make {other[1]}"
+        if self.rank not in self.claim.ranks:
+            said.append((self.rank, self.claim.digest, self.claim.text))
+        return Claims(gather(said), absent)
+
+    def _look(self) -> None:
+        """Decide at once if a missing rank waits, in another round, for a rank that waits in this one.
+
+        Seen twice in a row, because a rank that is told the verdict needs a moment to go on.
+        """
+        found: dict[int, str] = {}
+        claims: list[tuple[int, str, str]] = []
+        for rank in self.claim.ranks:
+            other = None if self._is_here(self.key, rank) else self._other_round(rank)
+            if other is not None and any(self._waits_only_here(member, other[0]) for member in other[2]):
+                found[rank] = other[0]
+                claims.append((rank, other[0], other[1]))
+        if found and found == self.elsewhere:
+            late = self._late()
+            absent = {rank: text for rank, text in late.absent.items() if rank not in found}
+            self._decide(Claims({**late.made, **gather(claims)}, absent), [self.key, *set(found.values())])
+        self.elsewhere = found
+
+    def _waits_only_here(self, rank: int, other: str) -> bool:
+        here = self._is_here(self.key, rank) or rank == self.rank
+        return here and not self._is_here(other, rank)
+
+    def _is_here(self, key: str, rank: int) -> bool:
+        return bool(self.store.check([f"{key}/rank/{rank}"]))
+
+    def _other_round(self, rank: int) -> tuple[str, str, Sequence[int]] | None:
+        """The round in which another rank waits: its key, and the text and ranks of the mesh."""
+        key, said = self._load(f"at/{rank}") or (self.key, "")
+        described = None if key == self.key or self._verdict(key) else self._load(f"{key}/text/{said}")
+        return None if described is None else (key, described[0], described[1])
+
+    def _load(self, key: str) -> Any | None:
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None

@@ -1,0 +1,107 @@
+"""Where plain tensors become distributed and distributed ones plain: the inputs and outputs of one module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from shardwise.errors import ParallelPlanError, PlacementError, message
+from shardwise.mesh.mesh import DeviceMesh
+from shardwise.sharding.placement import Cut, Placement
+from shardwise.tensor.dtensor import DTensor
+
+Layouts: TypeAlias = Placement | Sequence[Placement | None]
+
+
+def enter(x: torch.Tensor, mesh: DeviceMesh, layout: Placement, features: int | None = None) -> DTensor:
+    """The distributed tensor of which ``x``, if it is plain, is this rank's part.
+
+    ``features`` is the global size of the last dim where the module knows it: then the parts of it may be uneven.
+    """
+    if isinstance(x, DTensor):
+        return _on_mesh(x, mesh)
+    if features is None or not isinstance(layout, Cut) or layout.dim % x.ndim != x.ndim - 1:
+        return DTensor.from_local(x, mesh, (layout,))
+    shape = (*x.shape[:-1], features)
+    return DTensor.from_local(x.contiguous(), mesh, (layout,), shape=shape)
+
+
+def _on_mesh(x: DTensor, mesh: DeviceMesh) -> DTensor:
+    if x.device_mesh is mesh:
+        return x
+    raise PlacementError(
+        message(
+            "a module of a parallel plan got a DTensor on another mesh than its own",
+            asked=f"a tensor on {mesh}",
+            got=f"{x._spec} on {x.device_mesh}",
+            do="hand it this rank's part, a plain tensor, or a DTensor on the mesh that the plan was applied with",
+        )
+    )
+
+
+def place(x: DTensor, layout: Placement | None) -> DTensor:
+    """``x`` as ``layout`` says; as it is if that is None."""
+    return x if layout is None else x.redistribute(placements=(layout,))
+
+
+def leave(x: torch.Tensor, layout: Placement | None, local: bool) -> torch.Tensor:
+    """An output as ``layout`` says; with ``local`` this rank's part of it, a plain tensor."""
+    if not isinstance(x, DTensor):
+        return x
+    placed = place(x, layout)
+    return placed.to_local() if local else placed
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What happens to a list of inputs or outputs: how plain ones lie, how all are to lie, what is handed on."""
+
+    mesh: DeviceMesh
+    given: tuple[Placement | None, ...] | None
+    desired: tuple[Placement | None, ...] | None
+    local: bool
+
+
+def place_each(items: tuple[object, ...], boundary: Boundary, what: str) -> tuple[object, ...]:
+    """Carry each of ``items`` over the boundary; raises `ParallelPlanError` if there are more or fewer than layouts."""
+    if boundary.given is None or boundary.desired is None:
+        return items
+    if len(items) != len(boundary.given):
+        raise ParallelPlanError(
+            message(
+                f"one layout for each input or output: {len(boundary.given)}, not {len(items)}",
+                asked=f"layouts {list(boundary.given)}",
+                got=f"{what} {[type(item).__name__ for item in items]}",
+                do="give a layout for each; None leaves one alone",
+            )
+        )
+    every = zip(items, boundary.given, boundary.desired, strict=True)
+    return tuple(_carry(item, boundary.mesh, given, desired, boundary.local) for item, given, desired in every)
+
+
+def place_named(
+    items: Mapping[str, object],
+    mesh: DeviceMesh,
+    given: Mapping[str, Placement],
+    desired: Mapping[str, Placement],
+    local: bool,
+) -> dict[str, object]:
+    """Carry keyword inputs over the boundary, those for which there are layouts."""
+    return {name: _carry(item, mesh, given.get(name), desired.get(name), local) for name, item in items.items()}
+
+
+def _carry(item: object, mesh: DeviceMesh, given: Placement | None, desired: Placement | None, local: bool) -> object:
+    if given is None or item is None:
+        return item
+    if not isinstance(item, torch.Tensor):
+        raise ParallelPlanError(
+            message(
+                f"only a tensor can have a layout, not {type(item).__name__}",
+                asked=f"{type(item).__name__} as {given!r}",
+                do="give None as the layout of this input or output",
+            )
+        )
+    return leave(enter(item, mesh, given), desired, local)

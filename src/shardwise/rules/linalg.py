@@ -1,0 +1,98 @@
+"""Linear algebra and Fourier transforms: matrices and transformed dims are whole, batches are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shardwise.rules.empty import unless_empty
+from shardwise.rules.pattern import along, text
+from shardwise.rules.rule import Rule
+from shardwise.sharding.spec import TensorMeta
+
+Meaning = str | Callable[..., str]
+
+SQUARE = "... [m] [m]"
+MATRIX = "... [m] [n]"
+
+
+# --- Fourier transforms
+
+
+def fourier(x: TensorMeta, dims: Sequence[int], *_: object) -> str:
+    """Linear; the last transformed dim of a real transform changes its size."""
+    names = text(along(x, dims))
+    return f"{names} -> {names}"
+
+
+# --- factorings; what is not asked for comes back without elements
+
+
+def svd(x: TensorMeta, full_matrices: bool = False, compute_uv: bool = True, driver: str | None = None) -> str:
+    vectors = ("... [u0] [u1]", "... [v0] [v1]") if compute_uv else ("_", "_")
+    return f"f({MATRIX}) -> {vectors[0]}, ... [s], {vectors[1]}"
+
+
+def eigh(x: TensorMeta, UPLO: str = "L", compute_v: bool = True) -> str:
+    return f"f({SQUARE}) -> ... [m], {SQUARE if compute_v else '_'}"
+
+
+def qr(x: TensorMeta, mode: str = "reduced") -> str:
+    return f"f({MATRIX}) -> {'_' if mode == 'r' else '... [m] [q]'}, ... [r] [n]"
+
+
+def lu(x: TensorMeta, pivot: bool = True) -> str:
+    return f"f({MATRIX}) -> {'... [m] [m]' if pivot else '_'}, ... [m] [k], ... [k] [n]"
+
+
+def solve(matrix: TensorMeta, right: TensorMeta, *_: object) -> str:
+    """The right side holds vectors if it has no dim for columns."""
+    vectors = len(right.shape) == 1 or right.shape == matrix.shape[:-1]
+    side = "... [m]" if vectors else "... [x] [y]"
+    factors = f"{SQUARE}, ... [m], ..." if len(matrix.shape) > 2 else "_, _, _"
+    return f"f({SQUARE}, {side}) -> {side}, {factors}"
+
+
+def lu_unpack(packed: TensorMeta, pivots: TensorMeta, data: bool = True, wanted: bool = True) -> str:
+    factors = "... [m] [k], ... [k] [n]" if data else "_, _"
+    return f"f({MATRIX}, ... [p]) -> {'... [m] [m]' if wanted else '_'}, {factors}"
+
+
+FACTORINGS: dict[str, Meaning] = {
+    "_linalg_svd": svd,
+    "_linalg_eigh": eigh,
+    "linalg_eig": f"f({SQUARE}) -> ... [m], {SQUARE}",
+    "_linalg_eigvals": f"f({SQUARE}) -> ... [m]",
+    "linalg_eigvals": f"f({SQUARE}) -> ... [m]",
+    "_linalg_det": f"f({SQUARE}) -> ..., {SQUARE}, ... [m]",
+    "_linalg_slogdet": f"f({SQUARE}) -> ..., ..., {SQUARE}, ... [m]",
+    "linalg_cholesky_ex": f"f({SQUARE}) -> {SQUARE}, ...",
+    "cholesky": f"f({SQUARE}) -> {SQUARE}",
+    "cholesky_inverse": f"f({SQUARE}) -> {SQUARE}",
+    "linalg_inv_ex": f"f({SQUARE}) -> {SQUARE}, ...",
+    "linalg_matrix_exp": f"f({SQUARE}) -> {SQUARE}",
+    "linalg_ldl_factor_ex": f"f({SQUARE}) -> {SQUARE}, ... [m], ...",
+    "linalg_lu_factor_ex": f"f({MATRIX}) -> {MATRIX}, ... [k], ...",
+    "linalg_lu": lu,
+    "lu_unpack": lu_unpack,
+    "linalg_qr": qr,
+    "geqrf": f"f({MATRIX}) -> {MATRIX}, ... [k]",
+    "linalg_householder_product": f"f({MATRIX}, ... [k]) -> {MATRIX}",
+}
+
+SOLVERS: dict[str, Meaning] = {
+    "_linalg_solve_ex": solve,
+    "linalg_lu_solve": f"f({SQUARE}, ... [m], ... [x] [y]) -> ... [x] [y]",
+    "linalg_ldl_solve": f"f({SQUARE}, ... [m], ... [x] [y]) -> ... [x] [y]",
+    "linalg_solve_triangular": f"f({SQUARE}, ... [x] [y]) -> ... [x] [y]",
+    "cholesky_solve": f"f(... [x] [y], {SQUARE}) -> ... [x] [y]",
+    "triangular_solve": f"f(... [x] [y], {SQUARE}) -> ... [x] [y], {SQUARE}",
+}
+
+RULES: dict[str, Meaning | Rule] = {
+    "_fft_c2c": Rule(fourier, local=unless_empty),
+    "_fft_r2c": Rule(fourier, local=unless_empty),
+    "_fft_c2r": Rule(fourier, local=unless_empty),
+    # Factors of a matrix that serves several batches are the same on every rank: they do not add up.
+    **{name: Rule(meaning, reduce=None, local=unless_empty) for name, meaning in (FACTORINGS | SOLVERS).items()},
+    "_linalg_check_errors": Rule("f(_) -> "),
+}
