@@ -25,8 +25,11 @@ LAYERS = [
     ["_value"],
     ["errors", "_faces"],
     ["mesh.layout"],
+    ["mesh.agreement", "mesh.axes"],
+    ["mesh.process_groups", "mesh.store"],
     ["mesh.world"],
-    ["mesh.arguments"],
+    ["mesh.arguments", "mesh.device", "mesh.seat"],
+    ["mesh.slicing"],
     ["mesh.mesh"],
     ["comm.wire"],
     ["comm.async_tensor"],
@@ -63,6 +66,8 @@ LAYERS = [
     ["tensor.signature"],
     ["tensor.propagate"],
     ["tensor.rng"],
+    ["tensor.bindings"],
+    ["tensor.prepare"],
     ["tensor.dispatch"],
     ["tensor.agree"],
     ["tensor.dtensor"],
@@ -114,7 +119,7 @@ MEMORIES = {
 }
 
 # Where `Any` may stand in a signature: it speaks about tensors and arguments of every kind there.
-MAY_SAY_ANY = {"_value", "mesh.world", "tensor.dispatch", "tensor.dtensor"}
+MAY_SAY_ANY = {"_value", "mesh.world", "tensor.prepare", "tensor.dispatch", "tensor.dtensor"}
 ANY_PARAMETERS = {"ctx"}  # autograd's context has no type
 
 VAGUE_WORDS = {"util", "utils", "helper", "helpers", "misc", "info", "manager", "handle"}

@@ -16,6 +16,7 @@ from shardwise.rules.table import foreach_base, lookup, make_call
 from shardwise.sharding.spec import Spec
 from shardwise.tensor import dispatch
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.prepare import Ready, ask, in_schema_order, places_of
 from shardwise.tensor.propagate import Asked, Op, output_metas
 from shardwise.tensor.signature import signature
 
@@ -72,25 +73,25 @@ class _Told(TorchDispatchMode):
         named = dict(kwargs or {})
         if not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, named))):
             return func(*args, **named)
-        asked = dispatch._ask(DTensor, func, args, named, list(dispatch._places(func, signature(func), args, named)))
-        ready = dispatch._prepare(current_world(), DTensor, func, args, named)
+        asked = ask(DTensor, func, args, named, list(places_of(func, signature(func), args, named)))
+        ready = dispatch.ready_for(DTensor, func, args, named)
         self.lines.extend("  " * self.depth + line for line in _lines(asked, ready))
-        if ready.expand is None and ready.each is None:
-            return dispatch._wrapped(DTensor, ready, _results(asked, ready), args, named)
+        if ready.expand is None and not ready.each:
+            return dispatch.wrapped(DTensor, ready, _results(asked, ready), args, named)
         self.depth += 1
         with self:
             if ready.expand is not None:
-                result = ready.expand(*dispatch._in_schema_order(func, args, named))
+                result = ready.expand(*in_schema_order(func, args, named))
             else:
-                result = dispatch._run_each(DTensor, func, args, named, ready)
+                result = dispatch.run_each(func, args, named, ready)
         self.depth -= 1
         return result
 
 
-def _lines(asked: Asked, ready: dispatch.Ready) -> Iterator[str]:
+def _lines(asked: Asked, ready: Ready) -> Iterator[str]:
     yield str(asked)
     yield f"  means  {_meaning(asked)}"
-    if ready.expand is not None or ready.each is not None:
+    if ready.expand is not None or ready.each:
         yield "  runs as"
         return
     moves = [f"  moves  {_move(source, steps)}" for _, source, steps in ready.moves]
@@ -117,7 +118,7 @@ def _move(source: Spec, steps: tuple[Step, ...]) -> str:
     return f"{source} to {target} by {', '.join(map(str, steps)) or 'nothing'} ({sent} bytes)"
 
 
-def _results(asked: Asked, ready: dispatch.Ready) -> object:
+def _results(asked: Asked, ready: Ready) -> object:
     """What the local call would give, without data."""
     made = [
         None if spec is None else torch.empty(spec.local_shape(asked.coordinate), dtype=spec.meta.dtype, device="meta")

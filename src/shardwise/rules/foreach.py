@@ -53,6 +53,14 @@ def foreach_entries(
     return calls
 
 
+def foreach_position(op: torch._ops.OpOverload, where: int | str) -> int:
+    """Which argument of a list operator stands at the position, or has the name, ``where`` of `foreach_base`."""
+    base = _base(op)
+    assert base is not None, op
+    name = base.op._schema.arguments[where].name if isinstance(where, int) else where
+    return base.names.index(name)
+
+
 @cache
 def _base(op: torch._ops.OpOverload) -> Base | None:
     schema = op._schema

@@ -1,0 +1,215 @@
+"""The cold side of dispatch: from a call that was never seen to something ready to run.
+
+The tensor class hands itself down as ``kind``: it has ``_spec`` and ``_local_tensor``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.errors import InplaceError, MixedTensorError, PlacementError, message
+from shardwise.mesh.world import current_world
+from shardwise.redistribute.steps import Step
+from shardwise.rules.foreach import foreach_base, foreach_entries, foreach_position
+from shardwise.rules.table import lookup
+from shardwise.sharding.placement import Replicate
+from shardwise.sharding.spec import Spec, TensorMeta
+from shardwise.tensor.bindings import direct
+from shardwise.tensor.propagate import Asked, Op, OpPlan, propagate
+from shardwise.tensor.rng import draws, plan_random
+from shardwise.tensor.signature import Signature, signature
+
+Place = tuple[int | str, int]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An `OpPlan` beside where its operands stand among the arguments: a place is (position or name, item or -1).
+
+    ``wraps`` is the spec of the result where that is one tensor, nothing moves and nothing is written: the quick way.
+    ``expand`` and ``each`` stand in place of all the rest: the operator in terms of others, or entry by entry.
+    """
+
+    local: Callable[..., Any]
+    moves: tuple[tuple[Place, Spec, tuple[Step, ...]], ...]
+    outputs: tuple[Spec | None, ...]
+    returns: str
+    written: tuple[Place, ...] = ()
+    normalized: bool = False
+    expand: Callable[..., Any] | None = None
+    each: bool = False
+    wraps: Spec | None = None
+
+
+def prepare(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., Ready]) -> Ready:
+    """Plan a call; ``known(op, args, kwargs)`` gives what is ready for one entry of a list operator."""
+    if foreach_base(op) is not None:
+        return _prepare_foreach(kind, op, args, kwargs, known)
+    traits = signature(op)
+    if traits.is_composite and lookup(op) is None:
+        return Ready(op, (), (), "other", expand=_decompose(op, traits))
+    places = list(places_of(op, traits, args, kwargs))
+    asked = ask(kind, op, args, kwargs, places)
+    plan = plan_random(asked) if draws(asked) else propagate(asked)
+    _check_written(asked, plan, traits)
+    return _ready(plan, traits, places, asked)
+
+
+def reads_no_numbers(op: Op) -> bool:
+    """Whether plans for ``op`` are the same for all values of its floats: its meaning is a text and no function."""
+    rule = lookup(foreach_base(op) or op)
+    return rule is not None and isinstance(rule.meaning, str) and rule.local is None and rule.expand is None
+
+
+def in_schema_order(op: Op, args: Args, kwargs: Kwargs) -> list[Any]:
+    """All arguments of ``op``, defaults filled in."""
+    traits = signature(op)
+    return [
+        args[place] if place < len(args) else kwargs.get(name, traits.defaults[place])
+        for place, name in enumerate(traits.names)
+    ]
+
+
+def _decompose(op: Op, traits: Signature) -> Callable[..., Any]:
+    count, names = traits.positional, traits.names
+
+    def decompose(*args: Any) -> Any:
+        return op.decompose(*args[:count], **dict(zip(names[count:], args[count:], strict=True)))
+
+    return decompose
+
+
+def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked) -> Ready:
+    if plan.expand is not None:
+        return Ready(plan.local, (), (), traits.returns, expand=plan.expand)
+    written = tuple(place for place in places if _position(place, traits) in traits.written)
+    moves = tuple((places[move.operand], move.source, move.steps) for move in plan.moves)
+    local = direct(asked.op) if plan.local is asked.op else plan.local
+    if asked.coordinate is None:
+        local, moves = _absent(plan.outputs, traits.returns), ()
+    quick = traits.returns == "tensor" and not (moves or written or plan.normalized)
+    wraps = plan.outputs[0] if quick else None
+    return Ready(local, moves, plan.outputs, traits.returns, written, plan.normalized, wraps=wraps)
+
+
+def _position(place: Place, traits: Signature) -> int:
+    return place[0] if isinstance(place[0], int) else traits.names.index(place[0])
+
+
+def _absent(outputs: tuple[Spec | None, ...], returns: str) -> Callable[..., Any]:
+    """What a rank outside the mesh does in place of the local op: nothing, with empty results."""
+
+    def absent(*args: Any, **kwargs: Any) -> Any:
+        made = [None if spec is None else torch.empty((0,) * spec.ndim, dtype=spec.meta.dtype) for spec in outputs]
+        return made[0] if returns == "tensor" and made else made
+
+    return absent
+
+
+def places_of(op: Op, traits: Signature, args: Args, kwargs: Kwargs) -> Iterator[Place]:
+    """Where each tensor operand stands, in schema order; one that is left out has a place all the same."""
+    for position, (name, argument) in enumerate(zip(traits.names, op._schema.arguments, strict=True)):
+        where: int | str = position if position < len(args) else name
+        given = args[position] if position < len(args) else kwargs.get(name)
+        kind = str(argument.type)
+        if kind in ("Tensor", "Optional[Tensor]"):
+            yield where, -1
+        elif kind in ("List[Tensor]", "List[Optional[Tensor]]"):
+            yield from ((where, item) for item in range(len(given or ())))
+
+
+def ask(kind: Any, op: Op, args: Args, kwargs: Kwargs, places: Sequence[Place]) -> Asked:
+    """The call as propagation sees it; raises `PlacementError` for two meshes, `MixedTensorError` for plain tensors."""
+    operands = [_operand(args, kwargs, place) for place in places]
+    distributed = [operand for operand in operands if isinstance(operand, kind)]
+    meshes = {operand._spec.mesh for operand in distributed}
+    if len(meshes) != 1:
+        raise _cross_mesh(op, distributed)
+    mesh = meshes.pop()
+    specs = tuple(_spec_of(operand, kind, mesh, op) for operand in operands)
+    return Asked(op, _metas(args, kind), _metas(kwargs, kind), specs, mesh, mesh.get_coordinate())
+
+
+def _operand(args: Args, kwargs: Kwargs, place: Place) -> Any:
+    where, item = place
+    found = args[where] if isinstance(where, int) else kwargs.get(where)
+    return found[item] if item >= 0 and found is not None else found
+
+
+def _spec_of(operand: Any, kind: Any, mesh: Any, op: Op) -> Spec | None:
+    if not isinstance(operand, torch.Tensor):
+        return None
+    if isinstance(operand, kind):
+        spec: Spec = operand._spec
+        return spec
+    if operand.ndim == 0 or current_world().memory.get("implicit replication"):
+        return Spec(mesh, (Replicate(),) * mesh.ndim, TensorMeta.of(operand))
+    raise MixedTensorError(
+        message(
+            f"{op}: got mixed torch.Tensor and DTensor",
+            asked=f"{op} with a plain {TensorMeta.of(operand)} beside a DTensor on {mesh}",
+            do="distribute_tensor(plain, mesh, [Replicate()]) first, or run it under shardwise.implicit_replication()",
+        )
+    )
+
+
+def _metas(argument: Any, kind: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument._spec.meta if isinstance(argument, kind) else TensorMeta.of(argument)
+    if isinstance(argument, dict):
+        return {name: _metas(item, kind) for name, item in argument.items()}
+    if isinstance(argument, (list, tuple)):
+        items = [_metas(item, kind) for item in argument]
+        return items if isinstance(argument, list) else tuple(items)
+    return argument
+
+
+def _cross_mesh(op: Op, distributed: list[Any]) -> Exception:
+    found = "; ".join(f"{operand._spec} on {operand._spec.mesh}" for operand in distributed)
+    return PlacementError(
+        message(
+            f"{op}: the DTensors lie on different meshes (cross-mesh operators are not supported)",
+            got=found,
+            do="bring them to one mesh first, for example through .full_tensor() and distribute_tensor",
+        )
+    )
+
+
+def _check_written(asked: Asked, plan: OpPlan, traits: Signature) -> None:
+    for position, output in zip(traits.written, plan.outputs, strict=False):
+        before = asked.args[position] if position < len(asked.args) else asked.kwargs.get(traits.names[position])
+        if output is not None and isinstance(before, TensorMeta) and output.meta.shape != before.shape:
+            raise InplaceError(
+                message(
+                    f"{asked.op} would change the shape of the tensor it writes to",
+                    asked=asked,
+                    got=f"{before} would become {output.meta}",
+                    do="use the out-of-place operator",
+                )
+            )
+
+
+def _prepare_foreach(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., Ready]) -> Ready:
+    base, traits = foreach_base(op), signature(op)
+    entries = foreach_entries(op, args, kwargs)
+    each = [
+        known(base, own, named) if any(isinstance(item, kind) for item in (*own, *named.values())) else None
+        for own, named in entries
+    ]
+    if any(ready is not None and (ready.expand is not None or ready.normalized) for ready in each):
+        return Ready(op, (), (), traits.returns, each=True)
+    moves: list[tuple[Place, Spec, tuple[Step, ...]]] = []
+    outputs: list[Spec | None] = []
+    for entry, ready in enumerate(each):
+        outputs.extend([None] if ready is None else ready.outputs)
+        for (where, _), source, steps in () if ready is None else ready.moves:
+            position = foreach_position(op, where)
+            moves.append(((position if position < len(args) else traits.names[position], entry), source, steps))
+    written = tuple((position, entry) for position in traits.written for entry in range(len(entries)))
+    return Ready(direct(op), tuple(moves), tuple(outputs), traits.returns, written)
