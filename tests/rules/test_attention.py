@@ -26,7 +26,7 @@ def claims(op, *args, parts: int = 2, **kwargs) -> set[str]:
 
 def test_batch_and_heads_are_cut_without_communication() -> None:
     found = claims(FORWARD, *operands(), 0.0, True)
-    assert found == {
+    assert {claim for claim in found if "_S" not in claim} == {
         "R R R - -> R R",
         "S(0) S(0) S(0) - -> S(0) S(0)",
         "S(1) S(1) S(1) - -> S(1) S(1)",

@@ -68,7 +68,7 @@ def strategies_of(
     S(0) -> S(0)
     """
     made = trial(op, args, kwargs, rule)
-    return [] if made is None else list(_strategies(made, parts))
+    return [] if made is None else [strategy for strategy, _ in _claims(made, parts)]
 
 
 def check(
@@ -92,7 +92,7 @@ def problems(
         if expanded:
             found.append(f"{op} {_shown(made.call)} expanded: {expanded}")
         for parts in sizes:
-            for strategy in _strategies(made, parts):
+            for strategy in _tried(made, parts):
                 wrong = check_trial(made, strategy, parts)
                 if wrong:
                     found.append(f"{op} {_shown(made.call)} on {parts} ranks by {strategy}: {wrong}")
@@ -108,7 +108,8 @@ def _shown(call: Call) -> str:
     return f"({', '.join(str(metas.get(id(arg), arg)) for arg in call.args)})"
 
 
-def _strategies(made: Trial, parts: int) -> Iterator[Strategy]:
+def _claims(made: Trial, parts: int) -> Iterator[tuple[Strategy, bool]]:
+    """The strategies of a call, and whether their cuts stand for any cut of these dims."""
     _, meaning = resolve(made.rule, made.call)
     if isinstance(meaning, str) and not meaning:
         return
@@ -116,13 +117,17 @@ def _strategies(made: Trial, parts: int) -> Iterator[Strategy]:
     for label in chosen.labels:
         strategy = chosen.strategy(label, parts, chosen.sizes)
         if strategy is not None:
-            yield strategy
-            if chosen.takes_any_cut(label):
-                yield Strategy(_strided(strategy.inputs), _strided(strategy.outputs))
+            yield strategy, chosen.takes_any_cut(label)
+
+
+def _tried(made: Trial, parts: int) -> Iterator[Strategy]:
+    for strategy, takes_any_cut in _claims(made, parts):
+        yield strategy
+        if takes_any_cut:
+            yield Strategy(_strided(strategy.inputs), _strided(strategy.outputs))
 
 
 def _strided(roles: Sequence[Placement | None]) -> tuple[Placement | None, ...]:
-    """The roles with every cut in two blocks, as a cut chosen by name may be."""
     return tuple(StridedShard(role.dim, 2) if isinstance(role, Shard) else role for role in roles)
 
 
@@ -275,6 +280,8 @@ SPLITS = {
 
 def _judge(made: Trial, strategy: Strategy, found: list[list[Result]]) -> str | None:
     tolerance = _tolerance(made.call)
+    if not made.op._schema.returns:
+        return None
     if any(len(results) != len(made.results) for results in found):
         return f"{len(found[0])} results in place of {len(made.results)}"
     for place, (whole, role) in enumerate(zip(made.results, strategy.outputs, strict=True)):

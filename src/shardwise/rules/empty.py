@@ -23,5 +23,8 @@ def zeros(call: Call, placing: Placing) -> Run:
 
 
 def unless_empty(call: Call, placing: Placing) -> Run:
-    """The operator itself, but `zeros` where the first operand has no elements."""
-    return zeros(call, placing) if 0 in placing.input_shape() else called(call.op)
+    """The operator itself, but `zeros` where the first operand has a dim of which nothing lies here."""
+    first = call.operands[0]
+    assert first is not None, call
+    lacks = any(here == 0 != size for here, size in zip(placing.input_shape(), first.shape, strict=True))
+    return zeros(call, placing) if lacks else called(call.op)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shardwise.rules.empty import unless_empty
+from shardwise.rules.equation import Strategy
 from shardwise.rules.pattern import along, text
 from shardwise.rules.rule import Rule
+from shardwise.sharding.placement import Replicate
 from shardwise.sharding.spec import TensorMeta
 
 Meaning = str | Callable[..., str]
@@ -94,5 +96,5 @@ RULES: dict[str, Meaning | Rule] = {
     "_fft_c2r": Rule(fourier, local=unless_empty),
     # Factors of a matrix that serves several batches are the same on every rank: they do not add up.
     **{name: Rule(meaning, reduce=None, local=unless_empty) for name, meaning in (FACTORINGS | SOLVERS).items()},
-    "_linalg_check_errors": Rule("f(_) -> "),
+    "_linalg_check_errors": Rule([Strategy((Replicate(),), ())]),
 }

@@ -145,9 +145,16 @@ def spatial(ndim: int, form: str) -> Callable[..., str]:
         batch = " ".join(f"b{dim}" for dim in range(len(x.shape) - ndim))
         inside = " ".join(f"[x{dim}]" for dim in range(ndim))
         outside = " ".join(f"[y{dim}]" for dim in range(ndim))
-        return form.format(x=f"{batch} {inside}", y=f"{batch} {outside}")
+        rule = form.format(x=f"{batch} {inside}", y=f"{batch} {outside}")
+        return rule if x.dtype.is_floating_point or rule.startswith("f(") else _opaque(rule)
 
     return meaning
+
+
+def _opaque(rule: str) -> str:
+    """The rule for integers: averages are rounded, so that parts of a sum do not average to the parts of an average."""
+    left, _, right = rule.partition("->")
+    return f"f({left.replace('/', ',').strip()}) ->{right}"
 
 
 def _resized_local(call: Call, placing: Placing) -> Run:

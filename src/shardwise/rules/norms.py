@@ -99,11 +99,9 @@ def batch_norm(
     training: bool,
     momentum: float,
     eps: float,
-) -> str | Rule:
+) -> Rule:
     """With given statistics each element stands for itself; those of a batch are taken over all ranks."""
-    if training or running_mean is None:
-        return Rule(expand=batch_norm_training)
-    return f"f(n c {_space(x)}, c, c, c, c) -> n c {_space(x)}, _, _"
+    return Rule(expand=batch_norm_training if training or running_mean is None else batch_norm_given)
 
 
 def _space(x: TensorMeta) -> str:
@@ -145,9 +143,31 @@ def batch_norm_training(
     return result.to(x.dtype), mean, inverse
 
 
+def batch_norm_given(
+    x: torch.Tensor,
+    weight: MaybeTensor,
+    bias: MaybeTensor,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Three:
+    """``native_batch_norm`` by given statistics: one scale and one shift for each channel.
+
+    Nothing is saved for the gradient; on the CPU torch says so by tensors without elements.
+    """
+    scale = aten.rsqrt.default(running_var + eps)
+    scale = scale if weight is None else scale * weight
+    shift = -running_mean * scale if bias is None else bias - running_mean * scale
+    result = aten.addcmul.default(_per_channel(shift, x), x, _per_channel(scale, x))
+    saved = [aten.new_zeros.default(running_mean, [0 if x.device.type == "cpu" else x.shape[1]]) for _ in range(2)]
+    return result.to(x.dtype), saved[0], saved[1]
+
+
 def _follow(running: MaybeTensor, new: torch.Tensor, momentum: float) -> None:
     if running is not None:
-        running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
+        running.copy_(running * (1 - momentum) + new.to(running.dtype) * momentum)
 
 
 def batch_norm_backward(
@@ -256,8 +276,8 @@ RULES = {
     "_fused_rms_norm_backward": Rule(rms_norm_backward, local=unless_empty),
     "native_group_norm": Rule(group_norm, local=_group_norm_local),
     "native_group_norm_backward": Rule(group_norm_backward, local=_group_norm_backward_local),
-    "native_batch_norm": Rule(batch_norm, local=unless_empty),
-    "_native_batch_norm_legit": Rule(batch_norm, local=unless_empty),
+    "native_batch_norm": batch_norm,
+    "_native_batch_norm_legit": batch_norm,
     "_native_batch_norm_legit.no_stats": without_running,
     "_batch_norm_with_update": Rule(expand=fused_batch_norm),
     "cudnn_batch_norm": Rule(expand=fused_batch_norm),
