@@ -64,6 +64,7 @@ LAYERS = [
     ["redistribute.planner"],
     ["redistribute.execute"],
     ["tensor.signature"],
+    ["tensor.metas"],
     ["tensor.propagate"],
     ["tensor.rng"],
     ["tensor.bindings"],

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import Any, ClassVar, Generic, TypeVar, cast, overload
 
 from torch.utils import _pytree as pytree
 from typing_extensions import dataclass_transform
@@ -24,10 +24,25 @@ _lock = threading.Lock()
 
 
 class Interned(type):
-    """Makes a call of the class return the one object that has these fields."""
+    """Makes a call of the class return the one object that has these fields.
+
+    A class of few and small values may set ``_recent`` to a dict, where they are kept by their arguments: its values
+    live for ever, and are found at once.
+    """
+
+    _recent: dict[Any, Any] | None
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        candidate = super().__call__(*args, **kwargs)
+        recent = cls._recent
+        if recent is None or kwargs:
+            return cls._make(args, kwargs)
+        found = recent.get(args)
+        if found is None:
+            found = recent[args] = cls._make(args, kwargs)
+        return found
+
+    def _make(cls, args: Any, kwargs: Any) -> Any:
+        candidate = type.__call__(cls, *args, **kwargs)
         key = (cls, cls._key(candidate))  # type: ignore[attr-defined]
         found = _pool.get(key)
         return _enter(key, candidate) if found is None else found
@@ -63,6 +78,7 @@ class Value(metaclass=Interned):
     """What all values share; derived attributes live in the instance's dict, the fields in slots."""
 
     __slots__ = ("__dict__", "__weakref__")
+    _recent: ClassVar[dict[Any, Any] | None] = None
 
     def __eq__(self, other: object) -> bool:
         return self is other

@@ -17,7 +17,8 @@ from shardwise.sharding.spec import Spec
 from shardwise.tensor import dispatch
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.prepare import Ready, ask, in_schema_order, places_of
-from shardwise.tensor.propagate import Asked, Op, output_metas
+from shardwise.tensor.metas import output_metas
+from shardwise.tensor.propagate import Asked
 from shardwise.tensor.signature import signature
 
 __all__ = ["explain", "explanation"]
@@ -106,7 +107,7 @@ def _meaning(asked: Asked) -> str:
     rule = lookup(asked.op)
     if rule is None:
         return "the operators that it decomposes into"
-    call = make_call(asked.op, asked.args, asked.kwargs, output_metas(asked, signature(asked.op)))
+    call = make_call(asked.op, asked.args, asked.kwargs, output_metas(asked.op, asked.args, asked.kwargs))
     _, meaning = resolve(rule, call)
     return (meaning or "other operators") if isinstance(meaning, str) else "; ".join(map(str, meaning))
 

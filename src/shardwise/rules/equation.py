@@ -43,8 +43,7 @@ RISING, FALLING, LINEAR = ("up", "+"), ("down", "-"), ("linear", "+", "-")
 SWAPPED = {"max": "min", "min": "max"}
 
 
-@value
-class Strategy:
+class Strategy(NamedTuple):
     """One correct way to run an op on one axis: a role for each operand (None if absent) and each output."""
 
     inputs: tuple[Placement | None, ...]

@@ -100,7 +100,6 @@ class Rule:
 class Choices:
     """The strategies of one call, by label; the sizes of named dims change from axis to axis."""
 
-    labels: list[str]
     sizes: Sizes
     local: Local | None
     key: object
@@ -109,6 +108,11 @@ class Choices:
     out: int = 0
     in_place: bool = False
     contiguous: bool = False
+
+    @property
+    def labels(self) -> list[str]:
+        """What the strategies are called; the first that fits without a move is taken."""
+        return list(self.listed) if self.bound is None else self.bound.labels()
 
     def strategy(self, label: str, parts: int, sizes: Sizes) -> Strategy | None:
         """The strategy of that label on an axis of ``parts`` ranks, or None where the sizes do not allow it."""
@@ -131,7 +135,7 @@ def choices(rule: Rule, call: Call) -> Choices:
     rule, meaning = resolve(rule, call)
     if not isinstance(meaning, str):
         listed = {f"listed {index}": strategy for index, strategy in enumerate(meaning)}
-        return Choices(list(listed), {}, rule.local, tuple(meaning), None, listed, rule.out, rule.in_place)
+        return Choices({}, rule.local, tuple(meaning), None, listed, rule.out, rule.in_place)
     bound = Bound(
         parse(meaning),
         [None if meta is None else meta.shape for meta in call.operands[: len(call.operands) - rule.out]],
@@ -141,9 +145,8 @@ def choices(rule: Rule, call: Call) -> Choices:
         steady=frozenset(place for place, meta in enumerate(call.operands) if meta and meta.dtype is torch.bool),
         passes=_passing(call) if rule.pends else frozenset(),
     )
-    key = (meaning, rule.reduce, rule.pends, rule.out, rule.in_place)
+    key = (meaning, bound.reduce, bound.passes, bound.steady, rule.out, rule.in_place, rule.contiguous)
     return Choices(
-        bound.labels(),
         bound.sizes,
         rule.local,
         key,

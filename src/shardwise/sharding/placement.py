@@ -7,6 +7,7 @@ Placements act from the first mesh axis to the last: each cuts what the axes bef
 from __future__ import annotations
 
 from operator import index as as_int
+from typing import ClassVar
 
 import torch
 
@@ -38,6 +39,8 @@ class Placement:
 @value
 class Replicate(Placement):
     """Every rank of the axis holds the whole tensor."""
+
+    _recent: ClassVar[dict[object, Placement]] = {}
 
     def is_replicate(self) -> bool:
         return True
@@ -85,6 +88,8 @@ class Shard(Cut):
     >>> [Shard(0).local_size(5, 4, index) for index in range(4)]
     [2, 2, 1, 0]
     """
+
+    _recent: ClassVar[dict[object, Placement]] = {}
 
     dim: int
 
@@ -155,6 +160,8 @@ class StridedShard(Cut):
 @value
 class Partial(Placement):
     """Every rank holds a part of a reduction that is still to be done: the tensor is ``reduce_op`` over the ranks."""
+
+    _recent: ClassVar[dict[object, Placement]] = {}
 
     reduce_op: str = "sum"
 

@@ -13,17 +13,21 @@ import torch
 
 from shardwise.errors import InplaceError, RuleError, ViewError, message
 from shardwise.mesh.mesh import DeviceMesh
+from shardwise.mesh.world import current_world
 from shardwise.redistribute.planner import plan, price
 from shardwise.redistribute.steps import Step
-from shardwise.rules.equation import Strategy
+from shardwise.rules.equation import Sizes, Strategy
 from shardwise.rules.rule import Call, Choices, Placing, Rule, choices, resolve
 from shardwise.rules.table import lookup, make_call
 from shardwise.sharding.placement import Partial, Placement, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta
+from shardwise.tensor.metas import output_metas
 from shardwise.tensor.signature import Signature, signature
 
 Op = torch._ops.OpOverload
 Specs = Sequence[Spec | None]
+
+CHOICES = 4096  # how many choices a rank remembers, whatever the sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,41 +97,48 @@ def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
     traits = signature(asked.op)
     if rule.meaning == "" and rule.expand is not None:
         return OpPlan(asked.op, expand=rule.expand)
-    call = make_call(asked.op, asked.args, asked.kwargs, output_metas(asked, traits))
+    call = make_call(asked.op, asked.args, asked.kwargs, output_metas(asked.op, asked.args, asked.kwargs))
     rule, meaning = resolve(rule, call)
     if meaning == "":
         return OpPlan(asked.op, expand=rule.expand)
     ways = choices(replace(rule, meaning=meaning), call)
-    chosen = _choose(asked, traits, call, ways, rule, whole)
+    chosen = _remembered(asked, ways, whole) or _choose(asked, traits, call, ways, rule, whole)
     return OpPlan(asked.op, expand=rule.expand) if chosen is None else _plan(asked, call, ways, chosen)
 
 
-def output_metas(asked: Asked, traits: Signature) -> tuple[TensorMeta | None, ...]:
-    """What torch's own kernels on the ``meta`` device say the outputs look like."""
-    if traits.returns in ("other", "nothing"):
-        return ()
-    args = tuple(_meta(argument) for argument in asked.args)
-    kwargs = {name: _meta(argument) for name, argument in asked.kwargs.items()}
-    if kwargs.get("device") is not None:
-        kwargs["device"] = torch.device("meta")
-    kwargs.pop("pin_memory", None)
-    results = asked.op(*args, **kwargs)
-    if isinstance(results, torch.Tensor):
-        return (TensorMeta.of(results),)
-    return tuple(TensorMeta.of(result) if isinstance(result, torch.Tensor) else None for result in results)
-
-
-def _meta(argument: object) -> object:
-    if isinstance(argument, TensorMeta):
-        return torch.empty_strided(argument.shape, argument.stride, dtype=argument.dtype, device="meta")
-    if isinstance(argument, (list, tuple)):
-        return [_meta(item) for item in argument]
-    if isinstance(argument, torch.Generator):
-        return None
-    return argument
-
-
 Chosen = tuple[str, Strategy]
+
+
+def _remembered(asked: Asked, ways: Choices, whole: bool) -> list[Strategy] | None:
+    """The strategies that were free of moves when operands of other sizes lay like these, if they still are.
+
+    Two strategies never want the same placements of the operands and differ, so this is what `_choose` would find.
+    """
+    labels = current_world().memory.setdefault("choices", {}).get(_likeness(asked, ways, whole))
+    if labels is None:
+        return None
+    chosen, sizes = [], ways.sizes
+    for axis, (parts, (label, factor)) in enumerate(zip(asked.mesh.shape, labels, strict=True)):
+        strategy = ways.strategy(label, parts, sizes)
+        if strategy is not None and factor is not None:
+            strategy = Strategy(_strided(strategy.inputs, factor), _strided(strategy.outputs, factor))
+        if strategy is None or not _moves_nothing(strategy, asked.specs, axis):
+            return None
+        chosen.append(strategy)
+        sizes = ways.after(label, parts, sizes)
+    return chosen
+
+
+def _remember(asked: Asked, ways: Choices, whole: bool, picks: list[tuple[str, int | None]]) -> None:
+    known = current_world().memory.setdefault("choices", {})
+    if len(known) >= CHOICES:
+        known.clear()
+    known[_likeness(asked, ways, whole)] = tuple(picks)
+
+
+def _likeness(asked: Asked, ways: Choices, whole: bool) -> object:
+    placements = tuple([None if spec is None else spec.placements for spec in asked.specs])
+    return asked.op, ways.key, asked.mesh, placements, whole
 
 
 def _choose(
@@ -137,6 +148,8 @@ def _choose(
     chosen: list[Strategy] = []
     current = list(asked.specs)
     sizes = ways.sizes
+    picks: list[tuple[str, int | None]] = []
+    free = True
     for axis, parts in enumerate(asked.mesh.shape):
         all_ways = [
             (label, variant)
@@ -150,13 +163,23 @@ def _choose(
         if pick is None and rule.expand is not None:
             return None
         if pick is None:
-            pick = _cheapest(allowed, current, axis, viewed)
+            pick, free = _cheapest(allowed, current, axis, viewed), False
         if pick is None:
             raise _refusal(asked, axis, all_ways, allowed)
         chosen.append(pick[1])
         current = _after(current, axis, pick[1].inputs)
+        picks.append((pick[0], _factor_of(pick, ways, parts, sizes)))
         sizes = ways.after(pick[0], parts, sizes)
+    if free:
+        _remember(asked, ways, whole, picks)
     return chosen
+
+
+def _factor_of(pick: Chosen, ways: Choices, parts: int, sizes: Sizes) -> int | None:
+    """The split factor by which a pick differs from the plain strategy of its label, or None."""
+    if ways.strategy(pick[0], parts, sizes) == pick[1]:
+        return None
+    return next(role.split_factor for role in pick[1].inputs if isinstance(role, StridedShard))
 
 
 def _operands_at(call: Call, asked: Asked, places: tuple[int, ...]) -> tuple[int, ...]:

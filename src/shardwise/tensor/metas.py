@@ -1,0 +1,194 @@
+"""What the outputs of an operator look like: by torch's own kernels on the ``meta`` device, or quicker.
+
+Many of torch's meta kernels are written in Python and take milliseconds. Where the answer follows from the shapes by a
+short law, the law is here; where it does not (other strides, mixed dtypes), torch is asked. A test compares every law
+with torch on the operator database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+
+from shardwise.mesh.world import current_world
+from shardwise.sharding.spec import TensorMeta
+from shardwise.tensor.signature import signature
+
+Op = torch._ops.OpOverload
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
+Metas = tuple[TensorMeta | None, ...]
+
+DTYPES = 4096  # how many dtypes of results a rank remembers
+
+
+def output_metas(op: Op, args: Args, kwargs: Kwargs) -> Metas:
+    """The metas of the outputs of ``op``, `TensorMeta` standing for tensors among its arguments."""
+    if signature(op).returns in ("other", "nothing"):
+        return ()
+    law = LAWS.get(op) or (_pointwise if torch.Tag.pointwise in op.tags else None)
+    found = None if law is None else law(op, args, kwargs)
+    return ask_torch(op, args, kwargs) if found is None else found
+
+
+def ask_torch(op: Op, args: Args, kwargs: Kwargs) -> Metas:
+    """The same by torch's own meta kernels."""
+    given = {name: _meta(argument) for name, argument in kwargs.items()}
+    if given.get("device") is not None:
+        given["device"] = torch.device("meta")
+    given.pop("pin_memory", None)
+    results = op(*(_meta(argument) for argument in args), **given)
+    if isinstance(results, torch.Tensor):
+        return (TensorMeta.of(results),)
+    return tuple(TensorMeta.of(result) if isinstance(result, torch.Tensor) else None for result in results)
+
+
+def _meta(argument: object) -> object:
+    if isinstance(argument, TensorMeta):
+        return torch.empty_strided(argument.shape, argument.stride, dtype=argument.dtype, device="meta")
+    if isinstance(argument, (list, tuple)):
+        return [_meta(item) for item in argument]
+    if isinstance(argument, torch.Generator):
+        return None
+    return argument
+
+
+def _is_contiguous(meta: TensorMeta) -> bool:
+    return meta is TensorMeta.contiguous(meta.shape, meta.dtype)
+
+
+def _pointwise(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
+    """One output, broadcast from contiguous operands one of which has its shape already: contiguous as well."""
+    operands = [item for item in (*args, *kwargs.values()) if isinstance(item, TensorMeta)]
+    if signature(op).returns != "tensor" or not operands or not all(map(_is_contiguous, operands)):
+        return None
+    if kwargs.get("memory_format", torch.preserve_format) is not torch.preserve_format or kwargs.get("layout"):
+        return None
+    largest = max(operands, key=lambda meta: (prod(meta.shape), len(meta.shape)))
+    if any(not _broadcasts(meta.shape, largest.shape) for meta in operands):
+        return None
+    dtype = _dtype(op, args, kwargs)
+    return None if dtype is None else (TensorMeta.contiguous(largest.shape, dtype),)
+
+
+def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    if len(shape) > len(whole):
+        return False
+    return all(size in (1, full) for size, full in zip(reversed(shape), reversed(whole), strict=False))
+
+
+def _dtype(op: Op, args: Args, kwargs: Kwargs) -> torch.dtype | None:
+    """The dtype of the result: it depends on the operands' dtypes, on which have no dims, and on the other arguments."""
+    try:
+        key = (op, _kinds(args), tuple((name, _kinds((item,))) for name, item in kwargs.items()))
+        known = current_world().memory.setdefault("result dtypes", {})
+        found: torch.dtype | None = known.get(key)
+    except TypeError:  # an argument that cannot be remembered
+        return None
+    if found is None:
+        answer = ask_torch(op, args, kwargs)[0]
+        if answer is None:
+            return None
+        if len(known) >= DTYPES:
+            known.clear()
+        found = known[key] = answer.dtype
+    return found
+
+
+def _kinds(args: Sequence[object]) -> tuple[object, ...]:
+    return tuple(
+        (item.dtype, not item.shape)
+        if isinstance(item, TensorMeta)
+        else (type(item), *_kinds(item))
+        if isinstance(item, (list, tuple))
+        else type(item)
+        if isinstance(item, (int, float, complex))
+        else item
+        for item in args
+    )
+
+
+def _one_dtype(metas: Sequence[object]) -> torch.dtype | None:
+    """The floating dtype that all tensors share, if they do and are contiguous."""
+    found = [meta for meta in metas if isinstance(meta, TensorMeta)]
+    dtypes = {meta.dtype for meta in found}
+    alike = len(dtypes) == 1 and found[0].dtype in (torch.float32, torch.float64) and all(map(_is_contiguous, found))
+    return found[0].dtype if alike else None
+
+
+def _like_first(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
+    first = args[0]
+    if not isinstance(first, TensorMeta) or kwargs or _one_dtype(args) is None or True in args[2:]:
+        return None
+    return (first,)
+
+
+def _cat(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
+    items = args[0]
+    dim = args[1] if len(args) > 1 else 0
+    if not isinstance(items, (list, tuple)) or not isinstance(dim, int) or kwargs or not items:
+        return None
+    dtype = _one_dtype(items)
+    shapes = [item.shape for item in items if isinstance(item, TensorMeta)]
+    if dtype is None or len({len(shape) for shape in shapes}) > 1 or not shapes[0]:
+        return None
+    dim %= len(shapes[0])
+    others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+    if len(others) > 1:
+        return None
+    joined = (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
+    return (TensorMeta.contiguous(joined, dtype),)
+
+
+def _layer_norm(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
+    own, normalized = args[0], args[1]
+    dtype = _one_dtype(args)
+    if dtype is None or not isinstance(own, TensorMeta) or not isinstance(normalized, (list, tuple)):
+        return None
+    kept = len(own.shape) - len(normalized)
+    statistics = TensorMeta.contiguous((*own.shape[:kept], *(1 for _ in normalized)), dtype)
+    return own, statistics, statistics
+
+
+def _layer_norm_backward(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
+    own, weight, bias, mask = args[1], args[5], args[6], args[7]
+    if _one_dtype(args) is None or not isinstance(mask, (list, tuple)):
+        return None
+    wanted = zip((own, weight, bias), mask, strict=True)
+    return tuple(meta if asked and isinstance(meta, TensorMeta) else None for meta, asked in wanted)
+
+
+def _linear(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
+    """Products with a bias: rows of the first matrix, columns of the second."""
+    left, right = args[1], args[2]
+    if not isinstance(left, TensorMeta) or not isinstance(right, TensorMeta) or left.dtype is not right.dtype:
+        return None
+    if not all(meta.shape for meta in (left, right)) or left.shape[-1] != right.shape[-2]:
+        return None
+    return (TensorMeta.contiguous((*left.shape[:-1], right.shape[-1]), left.dtype),)
+
+
+def _nll_loss(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
+    scores, reduction = args[0], args[3]
+    if not isinstance(scores, TensorMeta) or _one_dtype((scores,)) is None:
+        return None
+    scalar = TensorMeta.contiguous((), scores.dtype)
+    rows = scores.shape[: len(scores.shape) - 1]
+    return (TensorMeta.contiguous(rows, scores.dtype) if reduction == 0 else scalar), scalar
+
+
+aten = torch.ops.aten
+LAWS: dict[Op, Callable[[Op, Args, Kwargs], Metas | None]] = {
+    aten.cat.default: _cat,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.addmm.default: _linear,
+    aten.nll_loss_forward.default: _nll_loss,
+    aten._softmax.default: _like_first,
+    aten._log_softmax.default: _like_first,
+    aten._softmax_backward_data.default: _like_first,
+    aten._log_softmax_backward_data.default: _like_first,
+    aten.nll_loss_backward.default: lambda op, args, kwargs: _like_first(op, (args[1],), kwargs),
+}
