@@ -80,7 +80,7 @@ def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 
 
 def _dtype(op: Op, args: Args, kwargs: Kwargs) -> torch.dtype | None:
-    """The dtype of the result: it follows from the operands' dtypes, which of them have no dims, and the other arguments."""
+    """The dtype of the result, by the operands' dtypes, which of them have no dims, and the other arguments."""
     try:
         key = (op, _kinds(args), tuple((name, _kinds((item,))) for name, item in kwargs.items()))
         known = current_world().memory.setdefault("result dtypes", {})

@@ -165,7 +165,7 @@ def _choose(
         if pick is None:
             pick, free = _cheapest(allowed, current, axis, viewed), False
         if pick is None:
-            raise _refusal(asked, axis, all_ways, allowed)
+            raise _refusal(asked, axis, all_ways, allowed, viewed)
         chosen.append(pick[1])
         current = _after(current, axis, pick[1].inputs)
         picks.append((pick[0], _factor_of(pick, ways, parts, sizes)))
@@ -304,11 +304,13 @@ def _column(
     return tuple(default[axis] if role is None else role for axis, role in enumerate(column))
 
 
-def _refusal(asked: Asked, axis: int, all_ways: list[Chosen], allowed: list[Chosen]) -> Exception:
+def _refusal(
+    asked: Asked, axis: int, all_ways: list[Chosen], allowed: list[Chosen], viewed: tuple[int, ...]
+) -> Exception:
     name = asked.mesh.axis_names[axis]
     if not all_ways:
         return RuleError(message(f"{asked.op} cannot run on shards of these sizes", asked=asked, do=_replicate(name)))
-    if not allowed:
+    if not viewed:
         return InplaceError(
             message(
                 f"{asked.op} would change how the tensor it writes to is sharded over axis {name}",
