@@ -66,7 +66,7 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Any:
     if ready is None:
         ready = _prepared(plans, exact, kind, op, args, kwargs)
     if ready.wraps is not None:
-        return kind._wrap(ready.local(*local_args, **local_kwargs), ready.wraps)
+        return kind._wrap(ready.local(*local_args, *ready.tail, **local_kwargs), ready.wraps)
     return _run(kind, op, args, kwargs, ready, local_args, local_kwargs)
 
 

@@ -32,7 +32,8 @@ Kwargs = dict[str, Any]
 class Ready:
     """An `OpPlan` beside where its operands stand among the arguments: a place is (position or name, item or -1).
 
-    ``wraps`` is the spec of the result where that is one tensor, nothing moves and nothing is written: the quick way.
+    ``wraps`` is the spec of the result where that is one tensor, nothing moves and nothing is written: the quick way,
+    with ``tail`` after the arguments.
     ``expand`` and ``each`` stand in place of all the rest: the operator in terms of others, or entry by entry.
     """
 
@@ -45,6 +46,7 @@ class Ready:
     expand: Callable[..., Any] | None = None
     each: bool = False
     wraps: Spec | None = None
+    tail: tuple[Any, ...] = ()
 
 
 def prepare(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., Ready]) -> Ready:
@@ -58,7 +60,7 @@ def prepare(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., 
     asked = ask(kind, op, args, kwargs, places)
     plan = plan_random(asked) if draws(asked) else propagate(asked)
     _check_written(asked, plan, traits)
-    return _ready(plan, traits, places, asked)
+    return _ready(plan, traits, places, asked, args, kwargs)
 
 
 def reads_no_numbers(op: Op) -> bool:
@@ -85,7 +87,7 @@ def _decompose(op: Op, traits: Signature) -> Callable[..., Any]:
     return decompose
 
 
-def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked) -> Ready:
+def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, args: Args, kwargs: Kwargs) -> Ready:
     if plan.expand is not None:
         return Ready(plan.local, (), (), traits.returns, expand=plan.expand)
     written = tuple(place for place in places if _position(place, traits) in traits.written)
@@ -93,9 +95,10 @@ def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked) -
     local = direct(asked.op) if plan.local is asked.op else plan.local
     if asked.coordinate is None:
         local, moves = _absent(plan.outputs, traits.returns), ()
-    quick = traits.returns == "tensor" and not (moves or written or plan.normalized)
-    wraps = plan.outputs[0] if quick else None
-    return Ready(local, moves, plan.outputs, traits.returns, written, plan.normalized, wraps=wraps)
+    in_order = not (plan.normalized and kwargs)
+    wraps = plan.outputs[0] if traits.returns == "tensor" and in_order and not (moves or written) else None
+    tail = traits.defaults[len(args) :] if plan.normalized else ()
+    return Ready(local, moves, plan.outputs, traits.returns, written, plan.normalized, wraps=wraps, tail=tail)
 
 
 def _position(place: Place, traits: Signature) -> int:
