@@ -194,7 +194,7 @@ def test_equal_meshes_are_one_object(table: Table) -> None:
 def test_init_device_mesh_is_the_mesh_of_arange(world: World) -> None:
     made = init_device_mesh("cpu", (2, 1, 4))
     assert made is DeviceMesh("cpu", torch.arange(8).view(2, 1, 4))
-    assert init_device_mesh("cpu", [8]) is DeviceMesh("cpu", range(8))
+    assert init_device_mesh("cpu", [np.int64(8)]) is DeviceMesh("cpu", range(8))
     assert made.mesh.dtype == torch.int32
     assert made.axis_names == ("0", "1", "2")
 
@@ -237,17 +237,46 @@ def test_what_one_rank_flattens_another_does_not_know() -> None:
 def test_threads_cut_the_same_mesh(world: World) -> None:
     def cut() -> None:
         with use_world(world):
-            for _ in range(300):
+            for _ in range(1000):
                 mesh = cube()
-                found.add((mesh["tp"], mesh["pp", "dp"].flatten("data"), mesh["data", "tp"], mesh.axis_group(1)))
+                flat = mesh["pp", "dp"].flatten("data")
+                found.add((mesh["tp"], flat, mesh["data", "tp"], mesh.axis_group(1), flat == mesh["data"] != mesh))
 
     found: set[object] = set()
-    threads = [threading.Thread(target=cut) for _ in range(3)]
+    threads = [threading.Thread(target=cut) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(found) == 1
+
+
+def test_threads_make_and_drop_meshes(world: World) -> None:
+    def make() -> None:
+        with use_world(world):
+            for step in range(1000):
+                mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", f"t{step % 7}"))
+                wrong.extend([step] if mesh["pp"].flatten("f") is not mesh["f"] or mesh["dp"].ranks != (5, 7) else [])
+
+    wrong: list[int] = []
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_submeshes_and_the_root(world: World) -> None:
+    mesh = cube()
+    rows = mesh._get_all_submeshes("dp")
+    assert [row.mesh.tolist() for row in rows if row.get_coordinate()] == [[5, 7]]
+    assert sorted(row.rank_map.ranks(range(2)) for row in rows) == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert [mesh[name]._get_root_mesh_dim() for name in ("pp", "dp", "tp")] == [0, 1, 2]
+    assert mesh["pp", "dp"].flatten("data")._get_root_mesh_dim() is None
+    assert mesh["dp"]._get_root_mesh() is mesh._get_root_mesh() is mesh
+    with pytest.raises(AxisError, match="one axis"):
+        mesh["pp", "dp"]._get_root_mesh_dim()
 
 
 def test_groups_are_made_at_their_first_use_and_once_for_the_same_ranks(world: World) -> None:
@@ -327,6 +356,7 @@ CPU = "cpu"
         (lambda: init_device_mesh(CPU, (0, 2)), MeshError, r"\(0, 2\)"),
         (lambda: init_device_mesh(CPU, ()), MeshError, "shape"),
         (lambda: init_device_mesh(CPU, (2.0,)), MeshError, r"2\.0"),
+        (lambda: init_device_mesh(CPU, (True, 2)), MeshError, "True"),
         (lambda: init_device_mesh("cuda:0", (2,)), MeshError, "'cuda:0'"),
         (lambda: init_device_mesh("tpux", (2,)), MeshError, "'tpux'"),
         (lambda: init_device_mesh(CPU, (2,), mesh_dim_names=("a", "b")), AxisNameError, "2 names for 1 axes"),

@@ -35,7 +35,7 @@ class Claims(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Tells the ranks of a mesh one rank's claim, and that rank what all of them say, at most ``timeout`` seconds later.
+    """Tells the ranks of a mesh one rank's claim, and that rank what all say, at most ``timeout`` seconds later.
 
     A rank outside the mesh hears what those inside have agreed on.
     """
@@ -49,7 +49,7 @@ def digest(*parts: object) -> str:
 
 
 def gather(claims: Iterable[tuple[int, str, str]]) -> dict[str, list[int]]:
-    """Ranks by what they say, from triples of rank, digest and text; equal texts of different digests are kept apart."""
+    """Ranks by what they say, from triples of rank, digest and text; equal texts with other digests are kept apart."""
     texts: dict[str, str] = {}
     made: dict[str, list[int]] = {}
     for rank, key, text in claims:

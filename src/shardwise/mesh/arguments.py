@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias, cast
+from typing import Protocol, SupportsIndex, TypeAlias, cast
 
 import torch
 
 from shardwise.errors import AxisError, AxisNameError, MeshError, message
 from shardwise.mesh.layout import Layout, RankMap
-from shardwise.mesh.world import Backend, current_world
+from shardwise.mesh.process_groups import Backend, Members
+from shardwise.mesh.world import Group, current_world
 
 
 class Listed(Protocol):
@@ -56,8 +57,9 @@ def _unnest(listed: object, mesh: object) -> tuple[tuple[int, ...], list[int]]:
 
 
 def read_shape(sizes: object) -> tuple[int, ...]:
-    shape = tuple(sizes) if isinstance(sizes, (list, tuple)) else ()
-    if not shape or not all(type(size) is int and size >= 1 for size in shape):
+    given = sizes if isinstance(sizes, (list, tuple)) else ()
+    shape = tuple(int(size) if isinstance(size, SupportsIndex) and type(size) is not bool else 0 for size in given)
+    if not shape or min(shape) < 1:
         raise MeshError(message("the shape must be a tuple of one or more positive integers", got=repr(sizes)))
     return shape
 
@@ -125,3 +127,16 @@ def read_backend(backend: object) -> Backend | None:
         name, options = backend
         return name, options
     return None, backend
+
+
+def check_groups(groups: Sequence[Group], ranks: Sequence[Members], mesh: str) -> None:
+    """Raise unless the groups have these ranks."""
+    for axis, wanted in enumerate(ranks):
+        if len(groups) != len(ranks) or groups[axis].ranks != wanted:
+            raise MeshError(
+                message(
+                    "the groups are not those of the mesh",
+                    asked=f"from_group([{', '.join(map(repr, groups))}]) on {mesh}",
+                    got=f"{len(groups)} groups for {len(ranks)} axes; along axis {axis} lie ranks {list(wanted)}",
+                )
+            )

@@ -22,7 +22,9 @@ def settle_device(device_type: str, world: World) -> None:
         MeshError: there is no such device, or the ranks do not fill hosts evenly.
     """
     module = getattr(torch, device_type, None)
-    if not world.has_others or device_type in ("cpu", *SILENT_TYPES) or not hasattr(module, "set_device"):
+    if module is None or not hasattr(module, "set_device"):
+        return
+    if not world.has_others or device_type in ("cpu", *SILENT_TYPES):
         return
     count = module.device_count()
     if count and not module.is_initialized():

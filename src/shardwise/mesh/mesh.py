@@ -13,19 +13,20 @@ import math
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from shardwise._value import derived, value
 from shardwise.errors import AxisError, AxisNameError, MeshError, NotInMeshError, message
+from shardwise.mesh.agreement import Claim, digest, is_wanted, seconds
 from shardwise.mesh.arguments import (
     Backends,
     Override,
     Ranks,
     check_device_type,
     check_fits,
+    check_groups,
     grid,
     read_backend,
     read_backends,
@@ -33,8 +34,13 @@ from shardwise.mesh.arguments import (
     read_ranks,
     read_shape,
 )
+from shardwise.mesh.axes import Axes
+from shardwise.mesh.device import SILENT_TYPES, settle_device
 from shardwise.mesh.layout import Layout, RankMap
-from shardwise.mesh.world import Backend, Group, World, current_world
+from shardwise.mesh.process_groups import SILENT, Members
+from shardwise.mesh.seat import Part, Seat, release, seats
+from shardwise.mesh.slicing import check_free, check_slice, split
+from shardwise.mesh.world import Group, World, current_world
 
 
 class _Cut(NamedTuple):
@@ -42,28 +48,13 @@ class _Cut(NamedTuple):
     rank_map: RankMap
     backends: Backends | None
     root: DeviceMesh | None
-
-
-class _Part(NamedTuple):
-    layout: Layout
-    backend: Backend | None
-
-
-class _Seat:
-    """What one rank knows of one mesh. It must not hold the mesh, which would then never be freed."""
-
-    __slots__ = ("coordinate", "flattened", "groups", "position", "ranks")
-
-    def __init__(self, position: int | None, coordinate: tuple[int, ...] | None) -> None:
-        self.position = position
-        self.coordinate = coordinate
-        self.groups: dict[int | tuple[int, ...], Group] = {}
-        self.flattened: dict[str, _Part] = {}
-        self.ranks: tuple[int, ...] | None = None
+    fresh: bool = (
+        False  # made by a program, so that the ranks must agree on it; not cut from another mesh, or unpickled
+    )
 
 
 @value
-class DeviceMesh:
+class DeviceMesh(Axes):
     """Ranks laid out along axes, which may have names. Equal meshes are one object, also after pickling.
 
     Args:
@@ -72,10 +63,16 @@ class DeviceMesh:
         mesh_dim_names: a name for each axis.
         backend_override: for an axis (its index or name) the backend of its groups: a backend's name, torch's options
             for it, or a pair of both.
+        eager: make this rank's groups along all axes now, not each at its first use.
+        check: let the ranks agree that they make the same mesh. The first time that a rank makes a mesh, it waits for
+            the others; ``SHARDWISE_MESH_CHECK=0`` in the environment turns this off for all meshes.
+        timeout: seconds to wait for the others; by default ``SHARDWISE_MESH_TIMEOUT`` in the environment, or 60.
 
     Raises:
         MeshError: the ranks are not distinct integers of the current world, or the device type has an index.
         AxisNameError: the names do not match the axes.
+        MeshMismatchError: another rank makes another mesh.
+        CollectiveTimeoutError: a rank does not come to make the mesh.
 
     >>> from shardwise.mesh.world import dry_world, use_world
     >>> with use_world(dry_world(rank=5, size=8)):
@@ -98,9 +95,13 @@ class DeviceMesh:
         *,
         mesh_dim_names: Sequence[str] | None = None,
         backend_override: Override | None = None,
+        eager: bool = False,
+        check: bool = True,
+        timeout: float | None = None,
     ) -> None:
         check_device_type(device_type)
-        layout, rank_map, backends, root = mesh if isinstance(mesh, _Cut) else (*read_ranks(mesh), None, None)
+        cut = mesh if isinstance(mesh, _Cut) else _Cut(*read_ranks(mesh), None, None, fresh=True)
+        layout, rank_map, backends, root, fresh = cut
         names = read_names(mesh_dim_names, layout.shape)
         if backend_override:
             backends = read_backends(backend_override, names, len(layout.axes))
@@ -108,44 +109,12 @@ class DeviceMesh:
         for name, content in zip(self.__match_args__, fields, strict=True):
             object.__setattr__(self, name, content)
         self.shape, self.ndim, self._axes, self.axis_names  # noqa: B018  torch.compile can read what is derived, not derive it
+        if fresh:
+            self._settle(eager, check, timeout)
 
     def _key(self) -> tuple[object, ...]:
         # the pool must not keep the root alive, whose cuts hold this mesh; an id is good for as long as this mesh lives
         return self.device_type, self.layout, self.mesh_dim_names, self.rank_map, self.backends, id(self.root)
-
-    @derived
-    def shape(self) -> tuple[int, ...]:
-        """The size of each axis."""
-        return self.layout.shape
-
-    @derived
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self.layout.axes)
-
-    @derived
-    def axis_names(self) -> tuple[str, ...]:
-        """The axis names, or ``"0"``, ``"1"``, ... if there are none."""
-        return tuple(map(str, range(self.ndim))) if self.mesh_dim_names is None else self.mesh_dim_names
-
-    @derived
-    def _axes(self) -> dict[object, int]:
-        return {**self._named, **{axis: axis % self.ndim for axis in range(-self.ndim, self.ndim)}}
-
-    @derived
-    def _named(self) -> dict[object, int]:
-        return {name: axis for axis, name in enumerate(self.mesh_dim_names or ())}
-
-    def axis(self, name_or_index: int | str) -> int:
-        """The index of an axis, from its name or a possibly negative index.
-
-        Raises:
-            AxisError: there is no such axis.
-        """
-        found = self._axes.get(name_or_index)
-        if found is None:
-            raise self._no_axis(name_or_index)
-        return found
 
     def size(self, mesh_dim: int | str | None = None) -> int:
         """The number of ranks, of one axis if one is given."""
@@ -251,7 +220,7 @@ class DeviceMesh:
         name = mesh_dim_name or ("_".join(self.mesh_dim_names) if self.mesh_dim_names else None)
         if self.ndim == 1 and backend_override is None and self.mesh_dim_names == (name and (name,)):
             return self
-        part = _Part(self._line, read_backend(backend_override))
+        part = Part(self._line, read_backend(backend_override))
         if name is not None:
             self._enter_flattened(name, part)
         return self._cut_flattened(name, part)
@@ -278,7 +247,8 @@ class DeviceMesh:
         if (names is None) != (old is None):
             raise AxisNameError(message("name all axes or none", asked=f"{self}.unflatten({mesh_dim!r}, {sizes})"))
         backends = read_backends(backend_override or {}, names, len(sizes)) or (None,) * len(sizes)
-        pieces = map(_Part, self._split(axis, sizes), backends)
+        layouts = split(self.axis_names[axis], self.layout.axes[axis], sizes, repr(self))
+        pieces = map(Part, layouts, backends)
         joined = None if old is None or names is None else (*old[:axis], *names, *old[axis + 1 :])
         return self._cut([*self._parts[:axis], *pieces, *self._parts[axis + 1 :]], joined)
 
@@ -313,6 +283,8 @@ class DeviceMesh:
         mesh: Ranks | None = None,
         *,
         mesh_dim_names: Sequence[str] | None = None,
+        check: bool = True,
+        timeout: float | None = None,
     ) -> DeviceMesh:
         """The mesh that stands on process groups which exist: one, or for each axis one and the ranks in ``mesh``.
 
@@ -325,9 +297,28 @@ class DeviceMesh:
             if len(groups) != 1:
                 raise MeshError(message("several groups need the ranks of the mesh", got=adopted, do="pass mesh="))
             mesh = adopted[0].ranks
-        made = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names)
+        made = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names, check=check, timeout=timeout)
         made._take_groups(adopted)
         return made
+
+    def destroy(self) -> None:
+        """Do away with the process groups that this rank has made for the mesh and what was cut from it.
+
+        Every rank of a group must do so alike. The mesh can be used as before: its groups, and those of other meshes
+        that had the same, are made anew at their next use. The default group, and groups that came from `from_group`,
+        stay.
+
+        >>> from shardwise.mesh.world import dry_world, use_world
+        >>> with use_world(dry_world(rank=5, size=8)):
+        ...     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), eager=True)
+        ...     before = mesh.get_group("tp")
+        ...     mesh.destroy()
+        ...     print(mesh.get_group("tp") is before)
+        False
+        """
+        world = current_world()
+        known = [seat for mesh, seat in list(seats(world).items()) if self in (mesh, getattr(mesh, "root", None))]
+        release(world, [group for seat in known for group in seat.groups.values()])
 
     def __enter__(self) -> DeviceMesh:
         memory, key = current_world().memory, (DeviceMesh, threading.get_ident())
@@ -347,49 +338,71 @@ class DeviceMesh:
     def _get_root_mesh(self) -> DeviceMesh:
         return self if self.root is None else self.root
 
+    def _get_root_mesh_dim(self) -> int | None:
+        if self.ndim > 1:
+            raise AxisError(
+                message("only a mesh of one axis is one of its root's", asked=f"{self}._get_root_mesh_dim()")
+            )
+        return self._get_root_mesh()._named.get(self.axis_names[0])
+
+    def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:
+        names = None if self.mesh_dim_names is None else (mesh_dim_name,)
+        rows = self._family((self.axis(mesh_dim_name),))
+        return [DeviceMesh(self.device_type, row, mesh_dim_names=names, check=False) for row in rows]
+
     def _is_current_rank_part_of_mesh(self) -> bool:
         return self.get_coordinate() is not None
 
-    def _seat(self) -> _Seat:
+    def _settle(self, eager: bool, check: bool, timeout: float | None) -> None:
         world = current_world()
-        seats: WeakKeyDictionary[DeviceMesh, _Seat] | None = world.memory.get(_Seat)
-        if seats is None:
-            seats = world.memory.setdefault(_Seat, WeakKeyDictionary())
-        found = seats.get(self)
-        return seats.setdefault(self, self._take_seat(world)) if found is None else found
+        settle_device(self.device_type, world)
+        silent = self.device_type in SILENT_TYPES
+        if check and world.has_others and not silent and self.size() > 1 and is_wanted():
+            self._agree(world, seconds() if timeout is None else timeout)
+        if (eager or (world.together and not silent)) and self.get_coordinate() is not None:
+            self.get_all_groups()
 
-    def _take_seat(self, world: World) -> _Seat:
-        position = self.rank_map.position(world.rank)
-        if position is None:
-            return _Seat(None, None)
-        return _Seat(position, tuple(axis.project(position) for axis in self.layout.axes))
+    def _agree(self, world: World, timeout: float) -> None:
+        backends = [backend and backend[0] for backend in self.backends or ()]
+        key = digest(self.device_type, self.layout, self.mesh_dim_names, self.rank_map, backends)
+        if not world.has_agreed(key):
+            ranks = sorted(self.rank_map.ranks(range(self.layout.size)))
+            world.agree(Claim(tuple(ranks), key, f"{self}, backends {backends}" if backends else repr(self)), timeout)
 
-    def _positions(self, seat: _Seat, axes: tuple[int, ...]) -> tuple[int, ...]:
+    def _seat(self) -> Seat:
+        world = current_world()
+        found = seats(world).get(self)
+        return seats(world).setdefault(self, self._take_seat(world)) if found is None else found
+
+    def _take_seat(self, world: World) -> Seat:
+        return Seat(self.rank_map.position(world.rank), self.layout.axes)
+
+    def _positions(self, seat: Seat, axes: tuple[int, ...]) -> tuple[int, ...]:
         if seat.position is None or seat.coordinate is None:
             raise self._not_in_mesh("its ranks or groups")
         parts = [self.layout.axes[axis] for axis in axes]
         origin = seat.position - sum(part(seat.coordinate[axis]) for part, axis in zip(parts, axes, strict=True))
         return tuple(origin + step for step in Layout.join(parts).values())
 
-    def _join(self, seat: _Seat, key: int | tuple[int, ...], axes: tuple[int, ...]) -> Group:
+    def _join(self, seat: Seat, key: int | tuple[int, ...], axes: tuple[int, ...]) -> Group:
         ranks = self.rank_map.ranks(self._positions(seat, axes))
         backend = self.backends[axes[0]] if self.backends is not None and len(axes) == 1 else None
-        group = seat.groups[key] = current_world().group(ranks, backend)
+        if self.device_type in SILENT_TYPES:
+            backend = SILENT
+        group = seat.groups[key] = current_world().group(ranks, backend, lambda: self._family(axes))
         return group
+
+    def _family(self, axes: tuple[int, ...]) -> list[Members]:
+        """The ranks of all groups along these axes; those of the asking rank are among them."""
+        line = Layout.join([self.layout.axes[axis] for axis in axes])
+        origins = line.coalesce().complement(self._get_root_mesh().layout.size).values()
+        return [self.rank_map.ranks(origin + step for step in line.values()) for origin in origins]
 
     def _take_groups(self, groups: Sequence[Group]) -> None:
         seat = self._seat()
-        for axis, group in enumerate(groups):
-            ranks = self.rank_map.ranks(self._positions(seat, (axis,)))
-            if len(groups) != self.ndim or group.ranks != ranks:
-                raise MeshError(
-                    message(
-                        "the groups are not those of the mesh",
-                        asked=f"from_group([{', '.join(map(repr, groups))}]) on {self}",
-                        got=f"{len(groups)} groups for {self.ndim} axes; along axis {axis} lie ranks {list(ranks)}",
-                    )
-                )
-            seat.groups[axis] = group
+        lines = [self.rank_map.ranks(self._positions(seat, (axis,))) for axis in range(self.ndim)]
+        check_groups(groups, lines, repr(self))
+        seat.groups.update(enumerate(groups))
 
     @derived
     def _cuts(self) -> dict[object, DeviceMesh]:
@@ -404,10 +417,10 @@ class DeviceMesh:
         return self.layout.complement(self._get_root_mesh().layout.size)
 
     @derived
-    def _parts(self) -> tuple[_Part, ...]:
-        return tuple(map(_Part, self.layout.axes, self.backends or (None,) * self.ndim))
+    def _parts(self) -> tuple[Part, ...]:
+        return tuple(map(Part, self.layout.axes, self.backends or (None,) * self.ndim))
 
-    def _cut(self, parts: Sequence[_Part], names: tuple[str, ...] | None) -> DeviceMesh:
+    def _cut(self, parts: Sequence[Part], names: tuple[str, ...] | None) -> DeviceMesh:
         root = self._get_root_mesh()
         layout = Layout.join([part.layout for part in parts])
         backends = tuple(part.backend for part in parts)
@@ -416,18 +429,7 @@ class DeviceMesh:
             return root
         return DeviceMesh(self.device_type, cast(Ranks, cut), mesh_dim_names=names)
 
-    def _split(self, axis: int, sizes: tuple[int, ...]) -> list[Layout]:
-        whole, product = self.layout.axes[axis], math.prod(sizes)
-        try:
-            if product == whole.size:
-                return [whole.compose(piece).coalesce() for piece in Layout.row_major(sizes).axes]
-            reason = f"the product of the sizes is {product}, the axis has {whole.size}"
-        except MeshError:
-            reason = f"the axis was flattened from axes of other sizes ({whole})"
-        name = self.axis_names[axis]
-        raise MeshError(message(f"axis {name!r} cannot be split so", asked=f"{self} to sizes {sizes}", got=reason))
-
-    def _cut_flattened(self, name: str | None, part: _Part) -> DeviceMesh:
+    def _cut_flattened(self, name: str | None, part: Part) -> DeviceMesh:
         found = self._cuts.get((name, part))
         if found is None:
             found = self._cuts[name, part] = self._cut([part], None if name is None else (name,))
@@ -438,13 +440,13 @@ class DeviceMesh:
         parts = [self._part(name) for name in names]
         if len(names) == 1 and names[0] not in self._named:
             return self._cut_flattened(names[0], parts[0])
-        self._check_slice(names, parts)
+        check_slice(repr(self), self._named, self.layout, names, parts)
         made = self._cut(parts, names)
         if all(name in self._named for name in names):
             self._cuts[asked] = made
         return made
 
-    def _part(self, name: str) -> _Part:
+    def _part(self, name: str) -> Part:
         if name in self._named:
             return self._parts[self._named[name]]
         part = self._get_root_mesh()._seat().flattened.get(name)
@@ -452,48 +454,16 @@ class DeviceMesh:
             raise self._no_axis(name)
         return part
 
-    def _check_slice(self, names: tuple[str, ...], parts: Sequence[_Part]) -> None:
-        asked = f"{self}[{', '.join(map(repr, names))}]"
-        if not names:
-            raise AxisError(message("a slice needs at least one axis", asked=asked))
-        if len(set(names)) < len(names):
-            raise AxisError(message("an axis is named twice", asked=asked))
-        if any(part.layout.overlaps(before.layout) for i, part in enumerate(parts) for before in parts[:i]):
-            raise AxisError(message("axes overlap: they go through the same ranks", asked=asked))
-        places = [self._place(name, part) for name, part in zip(names, parts, strict=True)]
-        if places != sorted(places):
-            ordered = [name for _, name in sorted(zip(places, names, strict=True))]
-            raise AxisError(
-                message(
-                    "axes are named in another order than the mesh has",
-                    asked=asked,
-                    got=f"the order {self.axis_names}",
-                    do=f"mesh[{', '.join(map(repr, ordered))}]",
-                )
-            )
-
-    def _place(self, name: str, part: _Part) -> int:
-        if name in self._named:
-            return self._named[name]
-        return next((i for i, axis in enumerate(self.layout.axes) if axis.overlaps(part.layout)), self.ndim)
-
-    def _enter_flattened(self, name: str, part: _Part) -> None:
+    def _enter_flattened(self, name: str, part: Part) -> None:
         root = self._get_root_mesh()
         flattened = root._seat().flattened
-        if flattened.get(name) == part:
-            return
-        if name in flattened or name in root._named or name in self._named:
-            taken = f"other ranks of {root} flattened" if name in flattened else f"an axis of {root}"
-            raise AxisNameError(
-                message(
-                    f"the name {name!r} is taken",
-                    asked=f"{self}.flatten({name!r})",
-                    got=f"{name!r} already means {taken}",
-                    do="choose another name",
-                )
-            )
-        read_names((name,), (1,))
-        flattened[name] = part
+        if flattened.get(name) != part:
+            known = [root._named, self._named]
+            meaning = f"an axis of {root}" if any(name in axes for axes in known) else None
+            meaning = f"other ranks of {root} flattened" if name in flattened else meaning
+            check_free(name, meaning, f"{self}.flatten({name!r})")
+            read_names((name,), (1,))
+            flattened[name] = part
 
     def _locate(self, mesh_dim: int | str | None, asking: str) -> tuple[DeviceMesh, int]:
         if mesh_dim is None:
@@ -558,12 +528,17 @@ def init_device_mesh(
     *,
     mesh_dim_names: Sequence[str] | None = None,
     backend_override: Override | None = None,
+    eager: bool = False,
+    check: bool = True,
+    timeout: float | None = None,
 ) -> DeviceMesh:
-    """The mesh of the first ranks of the world, row-major over ``mesh_shape``.
+    """The mesh of the first ranks of the world, row-major over ``mesh_shape``; see `DeviceMesh` for the options.
 
     Raises:
         MeshError: the shape is not made of positive integers, or has more places than the world has ranks.
         AxisNameError: the names do not match the shape.
+        MeshMismatchError: another rank makes another mesh.
+        CollectiveTimeoutError: a rank does not come to make the mesh.
 
     >>> from shardwise.mesh.world import dry_world, use_world
     >>> with use_world(dry_world(rank=0, size=65536)):
@@ -573,8 +548,16 @@ def init_device_mesh(
     """
     shape = read_shape(mesh_shape)
     check_fits(math.prod(shape) - 1, f"a mesh of shape {shape}, which needs {math.prod(shape)} ranks")
-    cut = _Cut(grid(shape), RankMap(Layout.row_major(math.prod(shape)).coalesce(), 0, None), None, None)
-    return DeviceMesh(device_type, cast(Ranks, cut), mesh_dim_names=mesh_dim_names, backend_override=backend_override)
+    ranks = RankMap(Layout.row_major(math.prod(shape)).coalesce(), 0, None)
+    return DeviceMesh(
+        device_type,
+        cast(Ranks, _Cut(grid(shape), ranks, None, None, fresh=True)),
+        mesh_dim_names=mesh_dim_names,
+        backend_override=backend_override,
+        eager=eager,
+        check=check,
+        timeout=timeout,
+    )
 
 
 def current_mesh() -> DeviceMesh | None:

@@ -71,14 +71,14 @@ class TorchGroups:
         # torch's own name counts all groups that a rank has made, in which its ranks may differ: then they never meet
         times = self._times[ranks, backend[0]] = self._times.get((ranks, backend[0]), -1) + 1
         with _named(f"shardwise-{digest(ranks, backend[0])}-{times}"):
-            return _new_group(ranks, backend, use_local_synchronization=True)
+            return _new_group(ranks, backend, alone=True)
 
     def _with_all(self, ranks: Members, backend: Backend | None, family: Family | None) -> object:
         groups = [ranks] if family is None else family()
         if sum(map(len, groups)) < self.default.size():
             raise WorldError(
                 message(
-                    "the backend makes groups only if all ranks of the world take part, and the mesh has not all of them",
+                    "the backend makes groups only with all ranks of the world, and the mesh has not all of them",
                     asked=f"a group of ranks {list(ranks)} in a world of {self.default.size()}",
                     do="make it with torch.distributed.new_group on every rank and pass it to DeviceMesh.from_group, "
                     "or leave out device_id in init_process_group",
@@ -124,12 +124,14 @@ class Placed(int):
         return self.place < other.place if isinstance(other, Placed) else int(self) < other
 
 
-def _new_group(ranks: Members, backend: Backend, **options: Any) -> object:
+def _new_group(ranks: Members, backend: Backend, *, alone: bool = False) -> object:
     # the ranks' order is the group's order, which torch only keeps when told so
-    ordered: Sequence[int] = ranks
-    if sorted(ranks) != [*ranks]:
-        ordered, options = (Placed.all(ranks), options) if SORTS else (ranks, {**options, "sort_ranks": False})
-    return dist.new_group(list(ordered), backend=backend[0], pg_options=backend[1], **options)
+    mixed = sorted(ranks) != [*ranks]
+    ordered = Placed.all(ranks) if mixed and SORTS else list(ranks)
+    options: dict[str, Any] = {"sort_ranks": False} if mixed and not SORTS else {}
+    return dist.new_group(
+        ordered, backend=backend[0], pg_options=backend[1], use_local_synchronization=alone, **options
+    )
 
 
 def _made(group: object) -> Made:

@@ -11,9 +11,10 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple, TypeAlias, cast
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from shardwise.errors import CollectiveError, message
 from shardwise.mesh.agreement import Claim, Claims, digest, gather
@@ -24,12 +25,24 @@ PAUSE_PER_RANK = 1e-5  # one server answers everybody
 LOOK = 0.25  # seconds after which a rank that waits looks where the missing ones are
 GRACE = 5.0  # seconds that whoever decides gets to write the verdict
 
+Said: TypeAlias = tuple[int, str, str]
+Verdict: TypeAlias = tuple[str, str] | tuple[dict[str, list[int]], list[tuple[int, str]]]  # agreed, or not
+
+
+class _Other(NamedTuple):
+    """Another round: its key, and the mesh that a rank makes there."""
+
+    key: str
+    digest: str
+    text: str
+    ranks: tuple[int, ...]
+
 
 class StoreExchange:
     """Brings together the claims of processes; a rank's rounds are counted for each set of ranks."""
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store = dist.PrefixStore("shardwise/mesh", store)
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store = PrefixStore("shardwise/mesh", store)
         self._rank = rank
         self._rounds: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -52,12 +65,12 @@ class StoreExchange:
 
 
 class _Round:
-    def __init__(self, store: dist.Store, key: str, rank: int, claim: Claim) -> None:
+    def __init__(self, store: Store, key: str, rank: int, claim: Claim) -> None:
         self.store = store
         self.key = key
         self.rank = rank
         self.claim = claim
-        self.elsewhere: dict[int, str] = {}  # who was found in another round at the last look, and which
+        self.elsewhere: dict[int, _Other] = {}  # who was found in another round at the last look
 
     def meet(self, timeout: float) -> Claims:
         watches = self._arrive()
@@ -93,35 +106,29 @@ class _Round:
         return come == 1
 
     def _decide(self, verdict: Claim | Claims, keys: Sequence[str]) -> None:
-        text = json.dumps(verdict[1:] if isinstance(verdict, Claim) else [verdict.made, [*verdict.absent.items()]])
+        agreed = isinstance(verdict, Claim)
+        text = json.dumps(verdict[1:] if agreed else [verdict[0], [*cast(Claims, verdict).absent.items()]])
         for key in keys:
             if self.store.add(f"{key}/decided", 1) == 1:
                 self.store.set(f"{key}/verdict", text)
 
-    def _verdict(self, key: str) -> Any | None:
-        return self._load(f"{key}/verdict")
-
-    def _read(self, verdict: Any) -> Claims:
-        said, text = verdict
+    def _read(self, verdict: Verdict) -> Claims:
+        said, rest = verdict
         if isinstance(said, dict):
-            return Claims(said, dict(text))
-        inside = [(rank, said, text) for rank in self.claim.ranks]
-        own = [] if said == self.claim.digest else [(self.rank, self.claim.digest, self.claim.text)]
+            return Claims(said, dict(cast("list[tuple[int, str]]", rest)))
+        inside = [(rank, said, cast(str, rest)) for rank in self.claim.ranks]
+        own = [] if said == self.claim.digest else [self._own()]
         return Claims(gather([*inside, *own]), {})
 
     def _late(self) -> Claims:
         """What has been said until now."""
-        said: list[tuple[int, str, str]] = []
-        absent: dict[int, str] = {}
-        for rank in self.claim.ranks:
-            if self.store.check([f"{self.key}/rank/{rank}"]):
-                key = self.store.get(f"{self.key}/rank/{rank}").decode()
-                said.append((rank, key, self._load(f"{self.key}/text/{key}")[0]))
-            else:
-                other = self._other_round(rank)
-                absent[rank] = "" if other is None else f"waits for others to make {other[1]}"
+        said = self._said(self.key, self.claim.ranks)
         if self.rank not in self.claim.ranks:
-            said.append((self.rank, self.claim.digest, self.claim.text))
+            said.append(self._own())
+        absent: dict[int, str] = {}
+        for rank in sorted({*self.claim.ranks} - {rank for rank, _, _ in said}):
+            other = self._other_round(rank)
+            absent[rank] = "" if other is None else f"waits for others to make {other.text}"
         return Claims(gather(said), absent)
 
     def _look(self) -> None:
@@ -129,31 +136,52 @@ class _Round:
 
         Seen twice in a row, because a rank that is told the verdict needs a moment to go on.
         """
-        found: dict[int, str] = {}
-        claims: list[tuple[int, str, str]] = []
+        found: dict[int, _Other] = {}
         for rank in self.claim.ranks:
             other = None if self._is_here(self.key, rank) else self._other_round(rank)
-            if other is not None and any(self._waits_only_here(member, other[0]) for member in other[2]):
-                found[rank] = other[0]
-                claims.append((rank, other[0], other[1]))
+            if other is not None and any(self._waits_only_here(member, other.key) for member in other.ranks):
+                found[rank] = other
         if found and found == self.elsewhere:
-            late = self._late()
-            absent = {rank: text for rank, text in late.absent.items() if rank not in found}
-            self._decide(Claims({**late.made, **gather(claims)}, absent), [self.key, *set(found.values())])
+            self._decide(self._apart(found), [self.key, *{other.key for other in found.values()}])
         self.elsewhere = found
 
+    def _apart(self, found: dict[int, _Other]) -> Claims:
+        """What is said in this round and in the others where missing ranks were found."""
+        here = self._said(self.key, self.claim.ranks)
+        there = [(rank, other.digest, other.text) for rank, other in found.items()]
+        for other in set(found.values()):
+            there += self._said(other.key, other.ranks)
+        everyone = {claim[0]: claim for claim in [*there, *here, self._own()]}
+        absent = {rank: "" for rank in self.claim.ranks if rank not in everyone}
+        return Claims(gather(everyone[rank] for rank in sorted(everyone)), absent)
+
+    def _said(self, key: str, ranks: Sequence[int]) -> list[Said]:
+        """What the ranks of a mesh that have come to a round have said: rank, digest and text."""
+        here = [(rank, self.store.get(f"{key}/rank/{rank}").decode()) for rank in ranks if self._is_here(key, rank)]
+        texts = {said: self._text(key, said) for _, said in here}
+        return [(rank, said, text[0]) for rank, said in here if (text := texts[said]) is not None]
+
+    def _own(self) -> Said:
+        return self.rank, self.claim.digest, self.claim.text
+
     def _waits_only_here(self, rank: int, other: str) -> bool:
-        here = self._is_here(self.key, rank) or rank == self.rank
-        return here and not self._is_here(other, rank)
+        waits = rank == self.rank or self._is_here(self.key, rank)
+        return waits and not self._is_here(other, rank)
 
     def _is_here(self, key: str, rank: int) -> bool:
-        return bool(self.store.check([f"{key}/rank/{rank}"]))
+        return self.store.check([f"{key}/rank/{rank}"])
 
-    def _other_round(self, rank: int) -> tuple[str, str, Sequence[int]] | None:
-        """The round in which another rank waits: its key, and the text and ranks of the mesh."""
-        key, said = self._load(f"at/{rank}") or (self.key, "")
-        described = None if key == self.key or self._verdict(key) else self._load(f"{key}/text/{said}")
-        return None if described is None else (key, described[0], described[1])
+    def _other_round(self, rank: int) -> _Other | None:
+        """The round in which another rank waits, if it does."""
+        key, said = cast("tuple[str, str]", self._load(f"at/{rank}") or (self.key, ""))
+        text = None if key == self.key or self._verdict(key) else self._text(key, said)
+        return None if text is None else _Other(key, said, text[0], tuple(text[1]))
 
-    def _load(self, key: str) -> Any | None:
+    def _verdict(self, key: str) -> Verdict | None:
+        return cast("Verdict | None", self._load(f"{key}/verdict"))
+
+    def _text(self, key: str, said: str) -> tuple[str, list[int]] | None:
+        return cast("tuple[str, list[int]] | None", self._load(f"{key}/text/{said}"))
+
+    def _load(self, key: str) -> object:
         return json.loads(self.store.get(key)) if self.store.check([key]) else None

@@ -117,6 +117,10 @@ class World:
                         del self._groups[key]
                     close()
 
+    def has_agreed(self, digest: str) -> bool:
+        """Whether the ranks have agreed on this before, or there is nobody to agree with."""
+        return self._exchange is None or digest in self._agreed
+
     def agree(self, claim: Claim, timeout: float) -> None:
         """Hear what the other ranks say, once for each claim.
 
@@ -124,7 +128,7 @@ class World:
             MeshMismatchError: another rank claims something else.
             CollectiveTimeoutError: a rank does not come.
         """
-        if self._exchange is None or claim.digest in self._agreed:
+        if self._exchange is None:
             return
         with self._lock:
             turn = self._agreeing.setdefault(claim.digest, threading.Lock())
@@ -244,8 +248,7 @@ def _distributed(default: dist.ProcessGroup) -> World:
 
 
 def _alone() -> World:
-    name = f"shardwise-alone-{uuid.uuid4()}"
-    return World("process", 0, 1, lambda ranks: fake_group(0, 1, name))
+    return World("process", 0, 1, lambda ranks: fake_group(0, 1, f"shardwise-alone-{uuid.uuid4()}"))
 
 
 def dry_world(rank: int, size: int) -> World:

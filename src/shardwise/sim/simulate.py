@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardwise.errors import RankError, WorldError, message
 from shardwise.mesh.world import World, use_world
+from shardwise.sim.agreement import Agreements
 from shardwise.sim.lockstep import Lockstep, RankThread, Unwound
 from shardwise.sim.meeting import Channel
 from shardwise.sim.possessions import NumpyRandom, Possession, PythonRandom, TorchDistributed, TorchRandom
@@ -59,6 +60,7 @@ class Simulation:
             raise WorldError(message("no such world", asked=f"a world of {size} ranks", do="at least one rank"))
         self.size = size
         self.lockstep = Lockstep(size, self._swap)
+        self._agreements = Agreements(self.lockstep)
         self._own = own
         self._possessions: list[Possession[Any]] = []
         self._kept: list[list[object]] = []
@@ -84,7 +86,8 @@ class Simulation:
 
     def _run_rank(self, rank: int, modes: Modes, body: Callable[[], T], results: dict[int, T]) -> None:
         torch_world = self._worlds[rank]
-        with use_world(World("simulated", rank, self.size, torch_world.make_group)), modes.entered():
+        world = World("simulated", rank, self.size, torch_world.make_group, exchange=self._agreements.of(rank))
+        with use_world(world), modes.entered():
             try:
                 results[rank] = body()
             except Unwound:
