@@ -60,9 +60,16 @@ LAYERS = [
         "rules.reduction",
     ],
     ["rules.table"],
+    ["rules.checker"],
+    ["redistribute.topology"],
+    ["redistribute.parcels"],
     ["redistribute.steps"],
+    ["redistribute.cost"],
+    ["redistribute.shards"],
+    ["redistribute.search"],
     ["redistribute.planner"],
     ["redistribute.execute"],
+    ["redistribute.transfer"],
     ["tensor.signature"],
     ["tensor.metas"],
     ["tensor.propagate"],
@@ -81,6 +88,7 @@ LAYERS = [
     ["compat.*"],
     [""],  # the face `shardwise` itself
     ["cli"],
+    ["__main__"],
 ]
 
 OPTIONAL_PACKAGES = {"matplotlib"}  # third parties that may be imported where they are used
@@ -93,12 +101,15 @@ MAY_IMPORT_TORCHS_OWN = ["compat.*", "interop.*"]
 STATE = {
     ("_value", "_pool"),
     ("_value", "_lock"),
+    ("sharding.placement", "Replicate._recent"),  # a pool: the few placements that there are, by their arguments
+    ("sharding.placement", "Shard._recent"),
+    ("sharding.placement", "Partial._recent"),
     ("mesh.world", "_current"),
     ("mesh.world", "_process"),
     ("mesh.world", "_process_lock"),
     ("comm.wire", "_observers"),
     ("rules.table", "_user_rules"),
-    ("rules.table", "_generation"),
+    ("rules.table", "_planned"),  # the plan caches, to clear them
     ("rules.table", "_lookup"),  # forgets when users' rules change
     ("sim.simulate", "_one_run"),
 }
@@ -111,11 +122,25 @@ MEMORIES = {
     ("rules.equation", "parse"),
     ("rules.foreach", "_base"),
     ("rules.table", "slots"),
+    ("redistribute.parcels", "parcels"),
+    ("redistribute.parcels", "places"),
+    ("redistribute.parcels", "layouts"),
+    ("redistribute.parcels", "_traffic"),
     ("redistribute.steps", "local_sizes"),
-    ("redistribute.planner", "plan"),
-    ("redistribute.planner", "price"),
+    ("redistribute.steps", "is_even"),
+    ("redistribute.steps", "largest_nbytes"),
+    ("redistribute.cost", "_figures"),
+    ("redistribute.shards", "_is_between"),
+    ("redistribute.search", "_ways"),
+    ("redistribute.search", "_all_ways"),
+    ("redistribute.planner", "_plan"),
+    ("redistribute.planner", "_price"),
+    ("redistribute.planner", "_planned"),
     ("redistribute.execute", "_stages"),
-    ("redistribute.execute", "_boxes"),
+    ("redistribute.execute", "_parcels"),
+    ("redistribute.transfer", "crews"),
+    ("redistribute.transfer", "_seats"),
+    ("redistribute.transfer", "_parcels"),
     ("tensor.signature", "signature"),
 }
 

@@ -145,7 +145,7 @@ def test_the_script_gives_the_same_losses_however_it_is_started(tmp_path) -> Non
     plain = run_script(python, tmp_path)
     assert (tmp_path / "train_gpt.png").read_bytes().startswith(b"\x89PNG")
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", str(free_port())]
-    simulated = run_script([*python, "-m", "shardwise.cli", "sim", "-n", "4"], tmp_path)
+    simulated = run_script([*python, "-m", "shardwise", "sim", "-n", "4"], tmp_path)
     real = run_script([*python, *torchrun], tmp_path)
     for output in (plain, simulated, real):
         assert "the curves agree" in output

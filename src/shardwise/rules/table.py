@@ -7,9 +7,11 @@ pointwise, and no family names, is an opaque function of each element.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Protocol
 
 import torch
 
@@ -41,12 +43,24 @@ FAMILIES: Sequence[Mapping[str, object]] = tuple(
 )
 
 _user_rules: dict[str, Rule] = {}
-_generation = [0]
+_planned: weakref.WeakSet[Planned] = weakref.WeakSet()
 
 
-def generation() -> int:
-    """How often users' rules have changed; what was planned by an earlier generation is void."""
-    return _generation[0]
+class Planned(Protocol):
+    """What was planned by rules, and is void when they change."""
+
+    def clear(self) -> None: ...
+
+
+def void_when_rules_change(planned: Planned) -> None:
+    """Clear ``planned`` whenever a user's rule comes or goes."""
+    _planned.add(planned)
+
+
+def _rules_changed() -> None:
+    _lookup.cache_clear()
+    for planned in list(_planned):
+        planned.clear()
 
 
 def lookup(op: torch._ops.OpOverload) -> Rule | None:
@@ -69,16 +83,14 @@ def register_rule(name: str, rule: str | Rule | Callable[..., object]) -> None:
     if isinstance(made.meaning, str) and made.meaning:
         parse(made.meaning)
     _user_rules[name.removeprefix("aten::")] = made
-    _generation[0] += 1
-    _lookup.cache_clear()
+    _rules_changed()
 
 
 def unregister_rule(name: str) -> None:
     """Take back what `register_rule` gave; raises `RuleError` if there is no such rule."""
     if _user_rules.pop(name.removeprefix("aten::"), None) is None:
         raise RuleError(message(f"no rule was registered for {name}", got=", ".join(_user_rules) or "none"))
-    _generation[0] += 1
-    _lookup.cache_clear()
+    _rules_changed()
 
 
 def as_rule(entry: object) -> Rule:

@@ -14,7 +14,7 @@ import torch
 from shardwise._value import derived, value
 from shardwise.errors import PlacementError, message
 from shardwise.mesh.mesh import DeviceMesh
-from shardwise.sharding.placement import Cut, Intervals, Partial, Placement, Shard
+from shardwise.sharding.placement import Cut, Intervals, Partial, Placement, Replicate, Shard
 
 DTYPE_NAMES = {
     torch.float32: "f32",
@@ -171,6 +171,9 @@ def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> t
 
     Raises `PlacementError` if their number is not that of the mesh's axes, or a dim is out of range.
     """
+    own = tuple(placements)
+    if len(own) == mesh.ndim and all([_is_normal(placement, ndim) for placement in own]):
+        return own
     asked = f"placements {list(placements)} on {mesh} for a tensor of {ndim} dims"
     if len(placements) != mesh.ndim:
         raise PlacementError(
@@ -181,6 +184,12 @@ def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> t
             )
         )
     return tuple(_normalize_one(placement, ndim, asked) for placement in placements)
+
+
+def _is_normal(placement: Placement, ndim: int) -> bool:
+    if placement.__class__ is Shard:
+        return 0 <= placement.dim < ndim
+    return placement.__class__ in (Replicate, Partial)
 
 
 def _normalize_one(placement: Placement, ndim: int, asked: str) -> Placement:

@@ -15,7 +15,7 @@ from shardwise.mesh.world import current_world
 from shardwise.redistribute import execute
 from shardwise.redistribute.steps import Step
 from shardwise.rules.foreach import foreach_base, foreach_entries
-from shardwise.rules.table import generation
+from shardwise.rules.table import void_when_rules_change
 from shardwise.sharding.spec import Spec
 from shardwise.tensor.prepare import Args, Kwargs, Place, Ready, in_schema_order, prepare, reads_no_numbers
 from shardwise.tensor.propagate import Op
@@ -29,11 +29,17 @@ LISTS = frozenset({list, tuple, torch.Size})
 class Plans(dict[Any, Ready]):
     """What a rank remembers of the calls that it has made, and of which operators the floats do not matter."""
 
-    __slots__ = ("generation", "loose")
+    __slots__ = ("__weakref__", "loose")
 
     def __init__(self) -> None:
-        self.generation = generation()
         self.loose: dict[Op, bool] = {}
+        void_when_rules_change(self)
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def clear(self) -> None:
+        super().clear()
+        self.loose.clear()
 
     def remember(self, key: Any, ready: Ready) -> None:
         if len(self) >= PLANS:
@@ -45,7 +51,8 @@ class Plans(dict[Any, Ready]):
 
 def run(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run ``op`` on arguments of which some are distributed tensors of the class ``kind``."""
-    plans = _plans()
+    memory = current_world().memory
+    plans = memory["plans"] if "plans" in memory else _plans()
     loose = plans.loose.get(op)
     if loose is None:
         loose = plans.loose[op] = reads_no_numbers(op)
@@ -55,6 +62,9 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Any:
         if argument.__class__ is kind:
             key.append(argument._spec)
             local_args.append(argument._local_tensor)
+        elif argument is None:
+            key.append(None)
+            local_args.append(None)
         else:
             local_args.append(_local(argument, kind, key, loose))
     local_kwargs = {}
@@ -77,7 +87,18 @@ def _local(argument: Any, kind: Any, key: list[Any], loose: bool) -> Any:
         return argument._local_tensor
     if cls in LISTS:
         key.append(len(argument))
-        return [_local(item, kind, key, loose) for item in argument]
+        items: list[Any] = []
+        for item in argument:
+            if item.__class__ is kind:
+                key.append(item._spec)
+                items.append(item._local_tensor)
+            elif item.__class__ is int:
+                key.append(int)
+                key.append(item)
+                items.append(item)
+            else:
+                items.append(_local(item, kind, key, loose))
+        return items
     if cls in NUMBERS:
         # 1, 1.0 and True are equal as keys, and not the same to an operator
         key.append(cls)
@@ -102,7 +123,7 @@ def _local_of(argument: torch.Tensor, kind: Any, key: list[Any]) -> torch.Tensor
 def _plans() -> Plans:
     memory = current_world().memory
     plans: Plans | None = memory.get("plans")
-    if plans is None or plans.generation != generation():
+    if plans is None:
         plans = memory["plans"] = Plans()
     return plans
 
@@ -137,10 +158,10 @@ def _run(
         return run_each(op, args, kwargs, ready)
     for place, source, steps in ready.moves:
         _replace(local_args, local_kwargs, place, source, steps)
-    if ready.normalized:
+    if ready.normalized and local_kwargs:
         result = ready.local(*in_schema_order(op, tuple(local_args), local_kwargs))
     else:
-        result = ready.local(*local_args, **local_kwargs)
+        result = ready.local(*local_args, *ready.tail, **local_kwargs)
     return wrapped(kind, ready, result, args, kwargs)
 
 
@@ -164,10 +185,9 @@ def wrapped(kind: Any, ready: Ready, result: Any, args: Args, kwargs: Kwargs) ->
         return kind._wrap(result, ready.outputs[0])
     if returns == "other":
         return result
-    made = [
-        kind._wrap(part, spec) if spec is not None and part is not None else part
-        for part, spec in zip(result, ready.outputs, strict=True)
-    ]
+    made = []
+    for part, spec in zip(result, ready.outputs, strict=True):
+        made.append(kind._wrap(part, spec) if spec is not None and part is not None else part)
     return made if returns == "list" else tuple(made)
 
 

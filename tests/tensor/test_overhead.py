@@ -1,0 +1,78 @@
+"""What a warm call costs, counted in Python calls of ours: a slow-down shows without a clock."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardwise
+from shardwise import DTensor, Replicate, Shard, current_world, dry_world, init_device_mesh, use_world
+
+HOME = str(Path(shardwise.__file__).parent)
+CALLS = 12
+
+WARM: dict[str, Callable[[DTensor, DTensor], object]] = {
+    "add": lambda x, w: x + x,
+    "times a number": lambda x, w: x * 2.0,
+    "relu": lambda x, w: torch.relu(x),
+    "mm": lambda x, w: x @ w,
+    "sum": lambda x, w: x.sum(0),
+    "softmax": lambda x, w: torch.softmax(x, -1),
+    "layer norm": lambda x, w: F.layer_norm(x, (16,)),
+    "view": lambda x, w: x.view(-1, 4, 4),
+    "transpose": lambda x, w: x.transpose(0, 1),
+    "slice": lambda x, w: x[:, 2:8],
+    "cat": lambda x, w: torch.cat([x, x], 1),
+    "in place": lambda x, w: x.add_(x),
+    "detach": lambda x, w: x.detach(),
+    "to_local": lambda x, w: x.to_local(),
+    "redistribute to the same": lambda x, w: x.redistribute(placements=[Shard(0), Replicate()]),
+}
+
+
+def calls_of(function: Callable[[], object]) -> list[str]:
+    """The functions of shardwise that run in ``function``, in order."""
+    seen: list[str] = []
+
+    def watch(frame, event, argument) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(HOME):
+            seen.append(frame.f_code.co_name)
+
+    sys.setprofile(watch)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+@pytest.mark.parametrize("name", WARM)
+def test_a_warm_call_takes_few_calls_of_ours(name) -> None:
+    with use_world(dry_world(0, 64)):
+        mesh = init_device_mesh("cpu", (8, 8))
+        x = DTensor.from_local(torch.ones(4, 16), mesh, [Shard(0), Replicate()])
+        w = DTensor.from_local(torch.ones(16, 4), mesh, [Replicate(), Shard(1)])
+        WARM[name](x, w)
+        seen = calls_of(lambda: WARM[name](x, w))
+    assert len(seen) <= CALLS, " ".join(seen)
+
+
+def test_memory_is_bounded_however_many_shapes_come() -> None:
+    with use_world(dry_world(0, 2)):
+        mesh = init_device_mesh("cpu", (2,))
+        current_world().memory.clear()
+        for size in range(1, 300):
+            x = DTensor.from_local(torch.ones(size, 2), mesh, [Shard(0)])
+            torch.relu(x) + 1
+        memory = current_world().memory
+        assert len(memory["choices"]) < 10, "choices do not depend on sizes"
+        assert len(memory["result dtypes"]) < 10, "dtypes do not depend on sizes"
+        plans = memory["plans"]
+        for number in range(40000):
+            plans.remember(("filler", number), next(iter(plans.values())))
+        assert len(plans) <= 16384
