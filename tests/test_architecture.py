@@ -79,6 +79,7 @@ LAYERS = [
     ["tensor.dispatch"],
     ["tensor.agree"],
     ["tensor.dtensor"],
+    ["tensor.stored"],
     ["tensor.factories"],
     ["tensor.api", "tensor.local_map", "tensor.register"],
     ["parallel.*"],

@@ -1,5 +1,6 @@
 """shardwise: distributed tensors for PyTorch that you can trust."""
 
+import shardwise.tensor.stored  # noqa: F401 (what torch.load may make)
 from shardwise._faces import expose
 from shardwise.errors import (
     AxisError,
