@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import Replicate, Shard, current_world, distribute_tensor, init_device_mesh, rand, randn, sim
 
@@ -72,3 +73,45 @@ def test_the_same_seed_again_repeats_the_numbers() -> None:
     for first, second, later in sim.run(body, 2):
         torch.testing.assert_close(first, second)
         assert not torch.equal(second, later)
+
+
+def test_recomputation_draws_the_same_numbers() -> None:
+    def body(reentrant):
+        x = distribute_tensor(torch.ones(4, 8), init_device_mesh("cpu", (2,)), [Shard(0)])
+        F.dropout(x, 0.5)
+        x.requires_grad_()
+        y = checkpoint(lambda t: F.dropout(t, 0.5), x, use_reentrant=reentrant)
+        y.sum().backward()
+        return y.full_tensor().detach(), x.grad.full_tensor()
+
+    for reentrant in (False, True):
+        for kept, gradient in sim.run(body, 2, reentrant):
+            torch.testing.assert_close(gradient, kept)
+
+
+def test_distributed_and_plain_draws_share_one_stream() -> None:
+    torch.manual_seed(0)
+    dense = [torch.randn(3), torch.rand(4), torch.rand(3)]
+
+    def body():
+        mesh = init_device_mesh("cpu", (2,))
+        rand(5, device_mesh=mesh)
+        torch.manual_seed(0)
+        return torch.randn(3), rand(4, device_mesh=mesh, placements=[Shard(0)]).full_tensor(), torch.rand(3)
+
+    torch.testing.assert_close(list(sim.run(body, 2)[0]), dense)
+
+
+def test_one_rank_that_draws_by_itself_disturbs_nobody() -> None:
+    def body():
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(1)
+        if current_world().rank == 1:
+            torch.rand(7)
+        before = torch.get_rng_state()
+        drawn = rand(8, device_mesh=mesh, placements=[Replicate()]).to_local()
+        return drawn, torch.equal(torch.get_rng_state(), before)
+
+    (one, _), (other, untouched) = sim.run(body, 2)
+    torch.testing.assert_close(one, other)
+    assert untouched
