@@ -54,10 +54,7 @@ def distribute(model: GPT, mesh: DeviceMesh) -> GPT:
             place(linear, mesh, weight=Shard(0), bias=Shard(0))
         place(row, mesh, weight=Shard(1), bias=Replicate())
         shardwise.distribute_module(module, mesh, input_fn=gather_sequence, output_fn=scatter_sequence)
-    tied = model.head.weight is model.bytes.weight
     shardwise.distribute_module(model, mesh)
-    if tied:
-        model.head.weight = model.bytes.weight
     return model
 
 
@@ -198,6 +195,12 @@ def check(options: argparse.Namespace, ranks: int) -> tuple[Config, bytes, dict[
     for name in ("steps", "batch", "context", "layers", "width", "heads"):
         if getattr(options, name) < 1:
             raise Refusal(f"--{name} must be at least 1, not {getattr(options, name)}.")
+    if not 0 < options.rate < math.inf:
+        raise Refusal(f"--rate must be a positive number, not {options.rate}.")
+    if not 0 <= options.seed < 2**63:
+        raise Refusal(f"--seed must be from 0 to 2^63 - 1, not {options.seed}.")
+    if options.png.suffix != ".png" or options.png.is_dir() or not options.png.parent.is_dir():
+        raise Refusal(f"--png {options.png} is not a .png file in a folder that exists.")
     if options.width % options.heads:
         raise Refusal(f"{options.heads} heads do not divide a width of {options.width}.")
     if options.heads % shape["tp"]:
@@ -211,11 +214,14 @@ def check(options: argparse.Namespace, ranks: int) -> tuple[Config, bytes, dict[
 def read_mesh(text: str | None, ranks: int) -> dict[str, int]:
     if text is None:
         return {"dp": ranks, "tp": 1}
-    shape = dict.fromkeys(AXES, 1)
+    shape, given = dict.fromkeys(AXES, 1), set()
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
         if name not in AXES:
             raise Refusal(f"--mesh {text}: there is no axis {name!r}, only {' and '.join(AXES)}.")
+        if name in given:
+            raise Refusal(f"--mesh {text} gives the size of {name} twice.")
+        given.add(name)
         if not size.isdecimal() or int(size) < 1:
             raise Refusal(f"--mesh {text}: the size of {name} must be a positive number, not {size!r}.")
         shape[name] = int(size)
@@ -225,14 +231,13 @@ def read_mesh(text: str | None, ranks: int) -> dict[str, int]:
 
 
 def read_text(path: Path | None, context: int) -> bytes:
-    if path is None:
-        return "\n".join(topics.topics.values()).encode()
+    name = path or "CPython's help"
     try:
-        text = path.read_bytes()
+        text = "\n".join(topics.topics.values()).encode() if path is None else path.read_bytes()
     except OSError as error:
         raise Refusal(f"cannot read {path}: {error.strerror}.") from error
     if len(text) < context + 2:
-        raise Refusal(f"{path} has {len(text)} bytes, too few for sequences of {context}.")
+        raise Refusal(f"{name} has {len(text)} bytes, too few for sequences of {context}.")
     return text
 
 

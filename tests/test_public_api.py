@@ -30,6 +30,7 @@ FACES = {
         "Replicate",
         "Shard",
         "StridedShard",
+        "topology",
         # tensors
         "DTensor",
         "distribute_module",
@@ -47,6 +48,7 @@ FACES = {
         "register_sharding",
         "unregister_rule",
         # errors
+        "ArgumentError",
         "AxisError",
         "AxisNameError",
         "CollectiveError",

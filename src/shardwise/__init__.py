@@ -3,6 +3,7 @@
 import shardwise.tensor.stored  # noqa: F401 (what torch.load may make)
 from shardwise._faces import expose
 from shardwise.errors import (
+    ArgumentError,
     AxisError,
     AxisNameError,
     CollectiveError,
@@ -28,6 +29,7 @@ from shardwise.errors import (
 )
 from shardwise.mesh.mesh import DeviceMesh, current_mesh, init_device_mesh
 from shardwise.mesh.world import World, current_world, dry_world, use_world
+from shardwise.redistribute.topology import topology
 from shardwise.rules.table import register_rule, unregister_rule
 from shardwise.sharding.placement import Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.tensor.api import distribute_module, distribute_tensor, implicit_replication
@@ -39,6 +41,7 @@ from shardwise.tensor.register import register_sharding
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentError",
     "AxisError",
     "AxisNameError",
     "CollectiveError",
@@ -84,6 +87,7 @@ __all__ = [
     "randn",
     "register_rule",
     "register_sharding",
+    "topology",
     "unregister_rule",
     "use_world",
     "zeros",

@@ -14,6 +14,7 @@ Each derives from `ShardwiseError` and from the builtin that a caller of PyTorch
     │   ├── CollectiveTimeoutError           a rank did not come
     │   └── DeadlockError                    every rank waits and none can go on
     ├── RankError (RuntimeError)             one rank of a simulated run raised; its cause is the exception
+    ├── ArgumentError (TypeError)            an argument of the wrong kind
     ├── PlacementError (ValueError)          placements that do not fit a tensor or a mesh
     ├── LeafError (RuntimeError)             a tensor with a gradient function where a leaf is needed
     ├── DistributedTwiceError (RuntimeError) a module that has been distributed before
@@ -80,6 +81,10 @@ class RankError(ShardwiseError, RuntimeError):
     """One rank of a simulated run raised; ``__cause__`` is its exception and ``rank`` its number."""
 
     rank: int = -1
+
+
+class ArgumentError(ShardwiseError, TypeError):
+    """An argument of the wrong kind."""
 
 
 class PlacementError(ShardwiseError, ValueError):

@@ -104,6 +104,11 @@ REFUSALS = {
     "heads": (["--heads", "5"], "5 heads do not divide a width of 128"),
     "missing text": (["--text", "/nowhere/at/all"], "cannot read /nowhere/at/all"),
     "empty text": (["--text", os.devnull], "too few for sequences of 64"),
+    "long context": (["--context", "100000000"], "too few for sequences of 100000000"),
+    "rate": (["--rate", "nan"], "--rate must be a positive number"),
+    "seed": (["--seed", "9" * 30], "--seed must be from 0"),
+    "png": (["--png", "/nowhere/at/all.png"], "is not a .png file in a folder that exists"),
+    "axis twice": (["--mesh", "dp=1,dp=1"], "gives the size of dp twice"),
     "steps": (["--steps", "0"], "--steps must be at least 1"),
 }
 

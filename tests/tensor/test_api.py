@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from shardwise import (
+    ArgumentError,
     DistributedTwiceError,
     DTensor,
     LeafError,
@@ -59,6 +60,33 @@ def test_the_result_shares_nothing_with_the_input() -> None:
         return dense.tolist()
 
     assert sim.run(body, 1) == [[0.0] * 4]
+
+
+def test_tied_parameters_stay_tied() -> None:
+    def partition(name, module, mesh):
+        if name == "embed":
+            module.weight = nn.Parameter(distribute_tensor(module.weight.data, mesh, [Shard(0)]))
+
+    def body(function):
+        model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4)})
+        model["head"].weight = model["embed"].weight
+        distribute_module(model, line(), function)
+        return model["head"].weight is model["embed"].weight, model["head"].weight.placements
+
+    assert sim.run(body, 2, None) == [(True, (Replicate(),))] * 2
+    assert sim.run(body, 2, partition) == [(True, (Shard(0),))] * 2
+
+
+def test_arguments_of_the_wrong_kind_are_refused() -> None:
+    def body():
+        with pytest.raises(ArgumentError, match="takes a tensor"):
+            distribute_tensor([1, 2], line(), [Shard(0)])
+        with pytest.raises(PlacementError, match="src_data_rank=9"):
+            distribute_tensor(torch.ones(2), line(), [Shard(0)], src_data_rank=9)
+        with pytest.raises(PlacementError, match="placements are a list"):
+            distribute_tensor(torch.ones(2), line(), Shard(0))
+
+    sim.run(body, 2)
 
 
 def test_what_cannot_be_distributed_is_refused() -> None:

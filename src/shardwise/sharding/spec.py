@@ -171,8 +171,12 @@ def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> t
 
     Raises `PlacementError` if their number is not that of the mesh's axes, or a dim is out of range.
     """
+    if isinstance(placements, Placement) or not isinstance(placements, Sequence):
+        raise PlacementError(
+            message("placements are a list, one for each mesh axis", got=repr(placements), do="[Shard(0)], for example")
+        )
     own = tuple(placements)
-    if len(own) == mesh.ndim and all([_is_normal(placement, ndim) for placement in own]):
+    if len(own) == mesh.ndim and all(_is_normal(placement, ndim) for placement in own):
         return own
     asked = f"placements {list(placements)} on {mesh} for a tensor of {ndim} dims"
     if len(placements) != mesh.ndim:

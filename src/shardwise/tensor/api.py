@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import wire
-from shardwise.errors import DistributedTwiceError, LeafError, PlacementError, message
+from shardwise.errors import ArgumentError, DistributedTwiceError, LeafError, PlacementError, message
 from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import Group, current_world
 from shardwise.sharding.placement import Cut, Partial, Placement, Replicate
@@ -41,7 +41,14 @@ def distribute_tensor(
     [[0, 1, 2], [3, 4]]
     """
     mesh = mesh_or_current(device_mesh)
-    wanted = normalize(tuple(placements or [Replicate()] * mesh.ndim), mesh, tensor.ndim)
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(
+            message(
+                "distribute_tensor takes a tensor", got=f"a {type(tensor).__name__}", do="torch.as_tensor(...) first"
+            )
+        )
+    wanted = normalize(placements or [Replicate()] * mesh.ndim, mesh, tensor.ndim)
+    _check_source(src_data_rank, mesh)
     if isinstance(tensor, DTensor):
         return _already(tensor, mesh, wanted)
     if not tensor.is_leaf:
@@ -60,6 +67,18 @@ def distribute_tensor(
         local = _distributed(tensor.detach(), spec, coordinate, src_data_rank)
     made = DTensor._wrap(local, spec, tensor.requires_grad)
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made  # type: ignore[return-value]
+
+
+def _check_source(source: int | None, mesh: DeviceMesh) -> None:
+    if source is None or all(0 <= source < size for size in mesh.shape):
+        return
+    raise PlacementError(
+        message(
+            "src_data_rank is an index on every axis of the mesh",
+            asked=f"src_data_rank={source} on {mesh}",
+            do=f"an index from 0 to {min(mesh.shape) - 1}, or None to send nothing",
+        )
+    )
 
 
 def _already(tensor: DTensor, mesh: DeviceMesh, wanted: tuple[Placement, ...]) -> DTensor:
@@ -129,10 +148,13 @@ def distribute_module(
         raise DistributedTwiceError(
             message("this module has been distributed before", got=type(module).__name__, do="distribute it once")
         )
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for name, part in module.named_modules():
         if partition_fn is not None:
+            before = dict(part._parameters)
             partition_fn(name, part, mesh)
-        replicate_rest(part, mesh)
+            _keep_ties(part, before, made)
+        replicate_rest(part, mesh, made)
     if input_fn is not None:
         module.register_forward_pre_hook(_before(input_fn, mesh))
     if output_fn is not None:
@@ -141,12 +163,24 @@ def distribute_module(
     return module
 
 
-def replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Replicate the plain parameters and buffers that ``module`` itself holds."""
+def _keep_ties(
+    module: nn.Module, before: dict[str, nn.Parameter | None], made: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """Note what each parameter became; one that became something elsewhere is that here too."""
+    for name, parameter in before.items():
+        now = module._parameters.get(name)
+        if parameter is not None and now is not None and now is not parameter:
+            module._parameters[name] = made.setdefault(parameter, now)
+
+
+def replicate_rest(module: nn.Module, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Replicate the plain parameters and buffers that ``module`` itself holds; ``made`` is what others became."""
     for name, parameter in module._parameters.items():
         if parameter is not None and not isinstance(parameter.data, DTensor):
-            made = distribute_tensor(parameter.data, mesh, [Replicate()] * mesh.ndim)
-            module.register_parameter(name, nn.Parameter(made, parameter.requires_grad))
+            if parameter not in made:
+                whole = distribute_tensor(parameter.data, mesh, [Replicate()] * mesh.ndim)
+                made[parameter] = nn.Parameter(whole, parameter.requires_grad)
+            module._parameters[name] = made[parameter]
     for name, buffer in module._buffers.items():
         if buffer is not None and not isinstance(buffer, DTensor):
             module._buffers[name] = distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim)
