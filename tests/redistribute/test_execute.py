@@ -11,12 +11,14 @@ from torch import Tensor
 
 from redistribute.layouts import coordinates, distributed, dry_mesh, mesh_of, placed, reduced, settled, spec_of
 from shardwise import sim
+from shardwise._value import value
 from shardwise.comm import wire
 from shardwise.comm.async_tensor import AsyncCollectiveTensor
 from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import current_world
 from shardwise.redistribute import execute, planner
-from shardwise.sharding.placement import Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.redistribute.steps import AllToAll, MakePartial, Slice, Step
+from shardwise.sharding.placement import Cut, Intervals, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec
 
 STRIDED = StridedShard(0, split_factor=2)
@@ -43,7 +45,8 @@ def _clash(before: Placement, after: Placement) -> bool:
 def moved(mesh_shape: tuple[int, ...], whole: Tensor, asked: list[Pair]) -> list[list[tuple[Tensor, list[int]]]]:
     """For each rank and pair: its local tensor afterwards, and the bytes that it sent in each collective."""
     shape, dtype = tuple(whole.shape), whole.dtype
-    held = {pair[0]: distributed(whole, spec_of(dry_mesh(mesh_shape), pair[0], shape)) for pair in asked}
+    dry = dry_mesh(mesh_shape)
+    held = {before: distributed(whole, spec_of(dry, before, shape)) for before in {before for before, _ in asked}}
 
     def body() -> Iterator[tuple[Tensor, list[int]]]:
         mesh, sent = mesh_of(mesh_shape), []
@@ -59,7 +62,9 @@ def moved(mesh_shape: tuple[int, ...], whole: Tensor, asked: list[Pair]) -> list
 def check(mesh_shape: tuple[int, ...], whole: Tensor, asked: list[Pair]) -> None:
     ranks, keys, shape = moved(mesh_shape, whole, asked), coordinates(mesh_shape), tuple(whole.shape)
     mesh = dry_mesh(mesh_shape)
-    expected = {pair[1]: distributed(whole, settled(spec_of(mesh, pair[1], shape))) for pair in asked}
+    expected = {
+        after: distributed(whole, settled(spec_of(mesh, after, shape))) for after in {pair[1] for pair in asked}
+    }
     for pair, results in zip(asked, zip(*ranks, strict=True), strict=True):
         src, dst = (spec_of(mesh, placements, shape, whole.dtype) for placements in pair)
         got = {key: local for key, (local, _) in zip(keys, results, strict=True)}
@@ -75,10 +80,14 @@ def check_values(
         assert torch.equal(local.nan_to_num(77), expected[key].nan_to_num(77)), (src, dst, key)
 
 
+def talks(step: Step, spec: Spec) -> bool:
+    """Whether the step is a collective: an exchange in which every rank has what it needs is none."""
+    return not isinstance(step, Slice | MakePartial) and not (isinstance(step, AllToAll) and not step.bytes(spec))
+
+
 def check_bytes(src: Spec, dst: Spec, sent: list[list[int]]) -> None:
     """Of the ranks that send in a collective, the one that sends most sends what the step says."""
-    stages = planner.stages(src, planner.plan(src, dst))
-    said = [step.bytes(spec) for spec, step in stages if type(step).__name__ not in ("Slice", "MakePartial")]
+    said = [step.bytes(spec) for spec, step in planner.stages(src, planner.plan(src, dst)) if talks(step, spec)]
     assert [max(several) for several in zip(*sent, strict=True)] == said, (src, dst)
     assert planner.moved_bytes(src, dst) == sum(said)
 
@@ -223,6 +232,86 @@ def test_the_last_step_may_stay_on_the_wire() -> None:
         return isinstance(result, AsyncCollectiveTensor) and not result.completed, (result + 0).tolist()
 
     assert sim.run(body, 2) == [(True, [2.0, 4.0])] * 2
+
+
+def test_whatever_comes_last_may_stay_on_the_wire() -> None:
+    """Unpacking, and steps that send nothing, wait too."""
+    whole, asked = torch.randint(-9, 9, (5, 6)).float(), pairs(2, 2, STRIDED)[::5]
+
+    def body() -> None:
+        mesh = mesh_of((2, 2))
+        for before, after in asked:
+            src, dst = spec_of(mesh, before, (5, 6)), spec_of(mesh, after, (5, 6))
+            local = distributed(whole, src)[mesh.get_coordinate()]
+            steps = planner.plan(src, dst)
+            late, soon = (run(local, src, steps) for run in (execute.run_async, execute.run))
+            sends = any(talks(step, spec) for spec, step in planner.stages(src, steps))
+            assert isinstance(late, AsyncCollectiveTensor) == sends, (src, dst, steps)
+            assert late.shape == soon.shape
+            assert torch.equal(late + 0, soon), (src, dst, steps)
+
+    sim.run(body, 4)
+
+
+def test_nothing_is_waited_for_before_the_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: set[int] = set()
+    wait = wire.wait
+    monkeypatch.setattr(wire, "wait", lambda x: waited.add(current_world().rank) or wait(x))
+
+    def body() -> None:
+        src = spec_of(mesh_of((3,)), [Shard(0)], (5, 3))
+        local = torch.ones(src.local_shape(src.mesh.get_coordinate()))
+        late = execute.run_async(local, src, planner.plan(src, src.with_placements([Shard(1)])))
+        assert current_world().rank not in waited
+        assert late.sum() == 5
+        assert current_world().rank in waited
+
+    sim.run(body, 3)
+
+
+def test_nested_uneven_shards_are_gathered_in_order() -> None:
+    whole = torch.arange(15.0).view(5, 3)
+
+    def body() -> Tensor:
+        src = spec_of(mesh_of((2, 2)), [Shard(0), Shard(0)], (5, 3))
+        local = distributed(whole, src)[src.mesh.get_coordinate()]
+        return execute.run(local, src, planner.plan(src, src.with_placements([Replicate(), Replicate()])))
+
+    assert all(torch.equal(result, whole) for result in sim.run(body, 4))
+
+
+@value
+class Ragged(Cut):
+    """A cut into parts of any sizes."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def intervals(self, size: int, parts: int, index: int) -> Intervals:
+        start = sum(self.sizes[:index])
+        return ((start, start + self.sizes[index]),)
+
+    def at(self, dim: int) -> Ragged:
+        return Ragged(dim, self.sizes)
+
+
+def test_a_cut_of_any_kind_is_understood() -> None:
+    whole, ragged = torch.arange(42.0).view(6, 7), Ragged(0, (4, 0, 2))
+    ways = [ragged, Ragged(1, (1, 5, 1)), Ragged(0, (2, 2, 2)), Replicate(), Shard(0), STRIDED]
+
+    def part(spec: Spec) -> Tensor:
+        return spec.take(whole, spec.mesh.get_coordinate() or ()).contiguous()
+
+    def body() -> None:
+        mesh = mesh_of((3, 2))
+        for before, after, other in itertools.product(ways, ways, (Replicate(), Shard(0), Shard(1))):
+            src, dst = spec_of(mesh, [before, other], (6, 7)), spec_of(mesh, [after, Shard(0)], (6, 7))
+            assert torch.equal(execute.run(part(src), src, planner.plan(src, dst)), part(dst)), (src, dst)
+        src = spec_of(mesh, [Partial(), Replicate()], (6, 7))
+        dst = src.with_placements([ragged, Replicate()])
+        assert torch.equal(execute.run(whole / 3, src, planner.plan(src, dst)), part(dst))
+
+    sim.run(body, 6)
 
 
 def test_a_plan_serves_another_shape() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from gloo import run_gloo
 from redistribute.layouts import coordinates, distributed, dry_mesh, mesh_of, placed, reduced, settled, spec_of
+from shardwise import distribute_tensor
 from shardwise.mesh.mesh import DeviceMesh
 from shardwise.redistribute import execute, planner
 from shardwise.sharding.placement import Placement, Replicate, Shard, StridedShard
@@ -57,3 +58,21 @@ def in_another_order() -> tuple[list[int], list[int]]:
 @pytest.mark.gloo
 def test_a_mesh_in_another_order_of_ranks() -> None:
     assert run_gloo(in_another_order, 2) == [([2, 3], [0, 1, 2, 3]), ([0, 1], [0, 1, 2, 3])]
+
+
+def across_meshes() -> tuple[list[float], list[float]]:
+    low, high = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [3, 1, 2])
+    x = distribute_tensor(torch.arange(6.0), low, [Shard(0)], src_data_rank=None).requires_grad_()
+    y = x.redistribute(high, [Shard(0)], async_op=True)
+    (gradient,) = torch.autograd.grad(y.pow(2).sum(), x)
+    return y.to_local().tolist(), gradient.to_local().tolist()
+
+
+@pytest.mark.gloo
+def test_from_one_mesh_to_another_and_back() -> None:
+    assert run_gloo(across_meshes, 4) == [
+        ([], [0.0, 2.0, 4.0]),
+        ([2.0, 3.0], [6.0, 8.0, 10.0]),
+        ([4.0, 5.0], []),
+        ([0.0, 1.0], []),
+    ]

@@ -7,7 +7,7 @@ how to lay it out once it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwise.comm import wire
 from shardwise.comm.async_tensor import AsyncCollectiveTensor
 from shardwise.mesh.world import Group
+from shardwise.redistribute.parcels import Box, Parcels, parcels, places
 from shardwise.redistribute.steps import (
     AllGather,
     AllReduce,
@@ -26,25 +27,12 @@ from shardwise.redistribute.steps import (
     ReduceScatter,
     Slice,
     Step,
-    intersect,
-    length,
-    local_sizes,
 )
 from shardwise.sharding.placement import Cut, Intervals, Shard
 from shardwise.sharding.spec import Spec
 
-Held = tuple[Intervals, ...]  # for each dim, which positions of the global tensor
-
-
-class Box(NamedTuple):
-    """A part of a local tensor: its shape, and where it lies along the dims that it does not fill."""
-
-    shape: tuple[int, ...]
-    cuts: tuple[tuple[int, Intervals], ...]
-
-    @property
-    def volume(self) -> int:
-        return prod(self.shape)
+Stage = tuple[Spec, Step]
+Coordinate = tuple[int, ...]
 
 
 class Sent(NamedTuple):
@@ -62,200 +50,197 @@ def run(local: Tensor, src: Spec, steps: tuple[Step, ...]) -> Tensor:
     """
     coordinate = src.mesh.get_coordinate() if steps else None
     if coordinate is not None:
-        for spec, step in _stages(src, steps):
-            local = _finish(_start(step, spec, local, coordinate))
+        for stage in _stages(src, steps):
+            local = finish(_start(stage, local, coordinate))
     return local
 
 
 def run_async(local: Tensor, src: Spec, steps: tuple[Step, ...]) -> Tensor:
-    """Like `run`, but the last step may still be on the wire: then an `AsyncCollectiveTensor` is returned."""
+    """Like `run`, but the last collective may still be on the wire: then an `AsyncCollectiveTensor` is returned."""
     coordinate = src.mesh.get_coordinate() if steps else None
-    moves = _stages(src, steps)
-    if coordinate is None or not moves:
+    if coordinate is None:
         return local
-    for spec, step in moves[:-1]:
-        local = _finish(_start(step, spec, local, coordinate))
-    spec, step = moves[-1]
-    sent = _start(step, spec, local, coordinate)
-    if isinstance(sent, Sent) and sent.unpack is None:
-        return AsyncCollectiveTensor(sent.tensor)
-    return _finish(sent)
+    stages = _stages(src, steps)
+    last = max([0, *(place for place, (_, step) in enumerate(stages) if not isinstance(step, Slice | MakePartial))])
+    for stage in stages[:last]:
+        local = finish(_start(stage, local, coordinate))
+    sent = _start(stages[last], local, coordinate)
+    spec, step = stages[-1]
+    return finish_later(_followed(sent, stages[last + 1 :], coordinate), step.after(spec).local_shape(coordinate))
+
+
+def _followed(sent: Sent | Tensor, stages: tuple[Stage, ...], coordinate: Coordinate) -> Sent | Tensor:
+    """``sent`` with the steps that send nothing done to what arrives."""
+    if not stages:
+        return sent
+
+    def after(local: Tensor) -> Tensor:
+        for stage in stages:
+            local = finish(_start(stage, local, coordinate))
+        return local
+
+    if not isinstance(sent, Sent):
+        return after(sent)
+    unpack = sent.unpack
+    return Sent(sent.tensor, after if unpack is None else lambda arrived: after(unpack(arrived)))
 
 
 @lru_cache(maxsize=4096)
-def _stages(src: Spec, steps: tuple[Step, ...]) -> tuple[tuple[Spec, Step], ...]:
-    """Each step with the spec that it starts from, without those on axes of one rank, where nothing changes."""
-    moves = []
+def _stages(src: Spec, steps: tuple[Step, ...]) -> tuple[Stage, ...]:
+    """Each step with the spec that it starts from."""
+    stages = []
     for step in steps:
-        if src.mesh.shape[step.axis] > 1:
-            moves.append((src, step))
+        stages.append((src, step))
         src = step.after(src)
-    return tuple(moves)
+    return tuple(stages)
 
 
-def _start(step: Step, spec: Spec, local: Tensor, coordinate: tuple[int, ...]) -> Sent | Tensor:
+def _start(stage: Stage, local: Tensor, coordinate: Coordinate) -> Sent | Tensor:
+    spec, step = stage
     match step:
         case Slice():
-            part = step.cut.take(local, spec.mesh.shape[step.axis], coordinate[step.axis])
-            return part.clone(memory_format=torch.contiguous_format)
+            return _slice(step, spec, local, coordinate)
         case MakePartial():
             return _make_partial(step, local, coordinate)
-    group = spec.mesh.axis_group(step.axis)
+    group = spec.mesh.axes_group(step.group)
     match step:
         case AllReduce():
             return Sent(wire.all_reduce(local, step.reduce_op, group, axis=step.name))
         case AllGather():
-            return _all_gather(step, spec.size_before(step.axis, coordinate), local, group)
+            return _all_gather(step, spec, local, coordinate, group)
         case ReduceScatter():
-            return _reduce_scatter(step, local, group)
+            return _reduce_scatter(step, spec, local, coordinate, group)
         case AllToAll():
             return _all_to_all(step, spec, local, coordinate, group)
     raise AssertionError(f"not a step: {step}")
 
 
-def _finish(sent: Sent | Tensor) -> Tensor:
+def finish(sent: Sent | Tensor) -> Tensor:
+    """Wait for a move, and return its result."""
     if not isinstance(sent, Sent):
         return sent
     arrived = wire.wait(sent.tensor)
-    return arrived if sent.unpack is None else sent.unpack(arrived)
+    return arrived if sent.unpack is None else sent.unpack(arrived).contiguous()
 
 
-def _make_partial(step: MakePartial, local: Tensor, coordinate: tuple[int, ...]) -> Tensor:
-    if coordinate[step.axis] == 0 or step.reduce_op not in ("sum", "product", "bxor"):
+def finish_later(sent: Sent | Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The result of a move, of this shape, which waits at its first use."""
+    if not isinstance(sent, Sent):
+        return sent
+    unpack, arriving = sent.unpack, sent.tensor
+    if unpack is None:
+        return AsyncCollectiveTensor(arriving)
+    result = arriving.new_empty(shape)
+    wire.unpacking(result, arriving, lambda: result.copy_(unpack(arriving)))
+    return AsyncCollectiveTensor(result)
+
+
+def _slice(step: Slice, spec: Spec, local: Tensor, coordinate: Coordinate) -> Tensor:
+    for axis, cut in zip(step.axes, step.cuts, strict=True):
+        local = cut.take(local, spec.mesh.shape[axis], coordinate[axis])
+    return local.clone(memory_format=torch.contiguous_format)
+
+
+def _make_partial(step: MakePartial, local: Tensor, coordinate: Coordinate) -> Tensor:
+    if step.reduce_op not in ("sum", "product", "bxor") or not any(coordinate[axis] for axis in step.axes):
         return local.clone()
     return torch.ones_like(local) if step.reduce_op == "product" else torch.zeros_like(local)
 
 
-def _all_gather(step: AllGather, size: int, local: Tensor, group: Group) -> Sent:
-    """Gather the parts of a dim that is ``size`` long when whole."""
-    cut, parts = step.cut, group.size
-    widest = max(local_sizes(cut, size, parts))
-    padded = _pad(local, cut.dim, widest)
-    gathered = wire.all_gather(padded, group, axis=step.name)
-    if not isinstance(cut, Shard):
-        return Sent(gathered, lambda whole: _sort(whole.view(parts, *padded.shape), cut, size))
-    if cut.dim > 0:
-        return Sent(gathered, lambda whole: _trim(_join(whole.view(parts, *padded.shape), cut.dim), cut.dim, size))
-    # Only the last parts are padded, so the padding lies at the end.
-    return Sent(gathered) if widest * parts == size else Sent(gathered, lambda whole: whole.narrow(0, 0, size))
+def _all_gather(step: AllGather, spec: Spec, local: Tensor, coordinate: Coordinate, group: Group) -> Sent | Tensor:
+    if not step.is_even(spec):
+        return _all_to_all(step.exact(), spec, local, coordinate, group)
+    gathered, cuts = wire.all_gather(local, group, axis=step.name), step.cuts
+    if all(isinstance(cut, Shard) and cut.dim == 0 for cut in cuts):
+        return Sent(gathered)
+    whole, parts = step.after(spec).local_shape(coordinate), step.parts(spec)
+    if all(isinstance(cut, Shard) for cut in cuts):
+        order = _order(cuts, local.ndim)
+        return Sent(gathered, lambda arrived: arrived.view(*parts, *local.shape).permute(order).reshape(whole))
+    boxes, result = places(whole, parts, cuts), local.new_empty(whole)
+    return Sent(gathered, lambda arrived: _fill(result, zip(boxes, arrived.chunk(group.size), strict=True)))
 
 
-def _reduce_scatter(step: ReduceScatter, local: Tensor, group: Group) -> Sent:
-    cut, parts = step.cut, group.size
-    sizes = local_sizes(cut, local.shape[cut.dim], parts)
-    own, widest = sizes[group.index], max(sizes)
-    reduced = wire.reduce_scatter(_deal(local, cut, parts, widest), step.reduce_op, group, axis=step.name)
-    return Sent(reduced) if own == widest else Sent(reduced, lambda part: _trim(part, cut.dim, own))
+def _reduce_scatter(step: ReduceScatter, spec: Spec, local: Tensor, coordinate: Coordinate, group: Group) -> Sent:
+    own, parts = step.after(spec).local_shape(coordinate), step.parts(spec)
+    boxes = places(tuple(local.shape), parts, step.cuts)
+    if all(isinstance(cut, Shard) for cut in step.cuts) and all(box.shape == own for box in boxes):
+        return Sent(wire.reduce_scatter(_deal(local, step.cuts, parts, own), step.reduce_op, group, axis=step.name))
+    widest = max(box.volume for box in boxes)
+    dealt = local.new_zeros(group.size, widest)
+    for row, box in zip(dealt, boxes, strict=True):
+        row[: box.volume].copy_(_select(local, box).reshape(-1))
+    reduced = wire.reduce_scatter(dealt.view(-1), step.reduce_op, group, axis=step.name)
+    return Sent(reduced, lambda part: part[: prod(own)].view(own))
 
 
-def _deal(local: Tensor, cut: Cut, parts: int, widest: int) -> Tensor:
-    """The part of each rank, padded to ``widest`` along the dim that is cut, one after the other along dim 0."""
-    if not isinstance(cut, Shard):
-        return torch.cat([_pad(cut.take(local, parts, index), cut.dim, widest) for index in range(parts)])
-    padded = _pad(local, cut.dim, parts * widest)
-    return padded if cut.dim == 0 else _split(padded, cut.dim, parts).flatten(0, 1)
-
-
-def _split(local: Tensor, dim: int, parts: int) -> Tensor:
-    """``dim`` in ``parts`` equal pieces, stacked along a new first dim."""
-    return torch.unflatten(local, dim, (parts, local.shape[dim] // parts)).movedim(dim, 0)
-
-
-def _join(pieces: Tensor, dim: int) -> Tensor:
-    """The pieces, stacked along the first dim, put together along ``dim``: undoes `_split`."""
-    return pieces.movedim(0, dim).flatten(dim, dim + 1)
-
-
-def _sort(pieces: Tensor, cut: Cut, size: int) -> Tensor:
-    """The pieces, stacked along the first dim and padded, put together so that each interval stands in its place."""
-    placed = []
-    for index, piece in enumerate(pieces):
-        position = 0
-        for start, stop in cut.intervals(size, len(pieces), index):
-            placed.append((start, stop, piece.narrow(cut.dim, position, stop - start)))
-            position += stop - start
-    return torch.cat([part for _, _, part in sorted(placed, key=lambda item: item[:2])], cut.dim)
-
-
-def _pad(local: Tensor, dim: int, size: int) -> Tensor:
-    if local.shape[dim] == size:
+def _deal(local: Tensor, cuts: tuple[Cut, ...], parts: tuple[int, ...], own: tuple[int, ...]) -> Tensor:
+    """The parts of all ranks, which are equally large, one after the other along dim 0."""
+    if all(cut.dim == 0 for cut in cuts):
         return local
-    padded = local.new_zeros((*local.shape[:dim], size, *local.shape[dim + 1 :]))
-    padded.narrow(dim, 0, local.shape[dim]).copy_(local)
-    return padded
+    order, sizes = _order(cuts, local.ndim), (*parts, *own)
+    back = [order.index(place) for place in range(len(order))]
+    split = local.reshape([sizes[place] for place in order])
+    return split.permute(back).reshape(prod(parts) * own[0], *own[1:])
 
 
-def _trim(padded: Tensor, dim: int, size: int) -> Tensor:
-    return padded.narrow(dim, 0, size).contiguous()
+def _order(cuts: tuple[Cut, ...], ndim: int) -> list[int]:
+    """The axes of the group, then the dims of a part, in the order in which they make up the whole."""
+    places = []
+    for dim in range(ndim):
+        places += [place for place, cut in enumerate(cuts) if cut.dim == dim]
+        places.append(len(cuts) + dim)
+    return places
 
 
-def _all_to_all(step: AllToAll, spec: Spec, local: Tensor, coordinate: tuple[int, ...], group: Group) -> Sent:
-    source, cut, parts = step.source, step.cut, group.size
-    if _swaps_evenly(source, cut, spec.size_before(step.axis, coordinate), local.shape[cut.dim], parts):
-        rows = [1] * parts
-        pieces = _split(local, cut.dim, parts)
-        return _exchange(pieces, rows, rows, step.name, group, lambda arrived: _join(arrived, source.dim))
-    after = step.after(spec)
-    outgoing, incoming = _boxes(spec, after, step.axis, coordinate)
-    result = local.new_empty(after.local_shape(coordinate))
-    sent, received = [box.volume for box in outgoing], [box.volume for box in incoming]
-    buffer = torch.cat([_select(local, box).reshape(-1) for box in outgoing])
-    return _exchange(
-        buffer, received, sent, step.name, group, lambda arrived: _fill(result, incoming, arrived, received)
-    )
+def _all_to_all(step: AllToAll, spec: Spec, local: Tensor, coordinate: Coordinate, group: Group) -> Sent | Tensor:
+    after = step.after(spec).local_shape(coordinate)
+    swap = _even_swap(step, spec, local, after)
+    if swap is None:
+        own, talks = _parcels(step, spec, coordinate, group.index)
+        return exchange(local, local.new_empty(after), own, talks, group, step.name)
+    source, aim = swap
+    rows = [1] * group.size
+    pieces = torch.unflatten(local, aim.dim, (group.size, after[aim.dim])).movedim(aim.dim, 0)
+    sent = wire.all_to_all(pieces, rows, rows, group, axis=step.name)
+    order = _order((source,), local.ndim)
+    return Sent(sent, lambda arrived: arrived.view(pieces.shape).permute(order).reshape(after))
 
 
-def _swaps_evenly(source: Cut, cut: Cut, size: int, cross: int, parts: int) -> bool:
-    swaps = isinstance(source, Shard) and isinstance(cut, Shard) and source.dim != cut.dim
-    return swaps and size % parts == 0 and cross % parts == 0
-
-
-def _exchange(
-    buffer: Tensor,
-    received: list[int],
-    sent: list[int],
-    axis: str,
-    group: Group,
-    unpack: Callable[[Tensor], Tensor],
-) -> Sent:
-    if not buffer.is_complex():
-        return Sent(wire.all_to_all(buffer, received, sent, group, axis=axis), unpack)
-    # Not every backend exchanges complex numbers.
-    pairs = torch.view_as_real(buffer.resolve_conj())
-    arriving = wire.all_to_all(pairs, received, sent, group, axis=axis)
-    return Sent(arriving, lambda arrived: unpack(torch.view_as_complex(arrived)))
+def _even_swap(step: AllToAll, spec: Spec, local: Tensor, after: tuple[int, ...]) -> tuple[Shard, Shard] | None:
+    """The two cuts if one dim is cut instead of another and all pieces are equally large."""
+    match step.sources, step.aims:
+        case (Shard() as source,), (Shard() as aim,) if source.dim != aim.dim:
+            parts = spec.mesh.shape[step.axes[0]]
+            joined, split = local.shape[source.dim] * parts, after[aim.dim] * parts
+            if local.numel() and after[source.dim] == joined and local.shape[aim.dim] == split:
+                return source, aim
+    return None
 
 
 @lru_cache(maxsize=4096)
-def _boxes(src: Spec, dst: Spec, axis: int, coordinate: tuple[int, ...]) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
-    """For each rank of ``axis``: what of the local tensor it is sent, and where what it sends lies in the result."""
-    peers = [(*coordinate[:axis], index, *coordinate[axis + 1 :]) for index in range(src.mesh.shape[axis])]
-    held, wanted = _held(src, coordinate), _held(dst, coordinate)
-    outgoing = tuple(_common(held, _held(dst, peer), within=held) for peer in peers)
-    incoming = tuple(_common(_held(src, peer), wanted, within=wanted) for peer in peers)
-    return outgoing, incoming
+def _parcels(step: AllToAll, spec: Spec, coordinate: Coordinate, index: int) -> tuple[Parcels, bool]:
+    """The parcels of the rank that has this index in its group, and whether any rank of the mesh sends any."""
+    return parcels(step.grid(spec, coordinate), index), any(step.traffic(spec))
 
 
-def _held(spec: Spec, coordinate: tuple[int, ...]) -> Held:
-    return tuple(spec.intervals(dim, coordinate) for dim in range(spec.ndim))
-
-
-def _common(held: Held, wanted: Held, within: Held) -> Box:
-    """What lies in both, as a box of the local tensor that holds ``within``."""
-    common = [intersect(*pair) for pair in zip(held, wanted, strict=True)]
-    located = [_locate(intervals, whole) for intervals, whole in zip(common, within, strict=True)]
-    cuts = [(dim, located[dim]) for dim, whole in enumerate(within) if length(common[dim]) != length(whole)]
-    return Box(tuple(map(length, common)), tuple(cuts))
-
-
-def _locate(intervals: Intervals, within: Intervals) -> Intervals:
-    """Where ``intervals``, parts of those of ``within``, lie if those of ``within`` stand one after the other."""
-    located, position = [], 0
-    for low, high in within:
-        parts = intersect(intervals, ((low, high),))
-        located += [(start - low + position, stop - low + position) for start, stop in parts]
-        position += high - low
-    return tuple(located)
+def exchange(local: Tensor, result: Tensor, own: Parcels, talks: bool, group: Group, name: str) -> Sent | Tensor:
+    """Send and receive this rank's parcels, and fill ``result``; nothing is sent unless anybody ``talks``."""
+    held, kept = own.kept
+    if kept.volume:
+        _place(result, kept.cuts, _select(local, held))
+    if not talks:
+        return result
+    sent, received = [0] * group.size, [0] * group.size
+    for splits, parcels_ in ((sent, own.outgoing), (received, own.incoming)):
+        for peer, box in parcels_:
+            splits[peer] = box.volume
+    pieces = [_select(local, box).reshape(-1) for _, box in own.outgoing]
+    buffer = torch.cat(pieces) if pieces else local.new_empty(0)
+    arriving = wire.all_to_all(buffer, received, sent, group, axis=name)
+    volumes = [box.volume for _, box in own.incoming]
+    boxes = [box for _, box in own.incoming]
+    return Sent(arriving, lambda flat: _fill(result, zip(boxes, flat.split(volumes), strict=True)))
 
 
 def _select(local: Tensor, box: Box) -> Tensor:
@@ -265,9 +250,9 @@ def _select(local: Tensor, box: Box) -> Tensor:
     return local
 
 
-def _fill(result: Tensor, boxes: Sequence[Box], arrived: Tensor, volumes: list[int]) -> Tensor:
-    for box, flat in zip(boxes, torch.split(arrived, volumes), strict=True):
-        _place(result, box.cuts, flat.view(box.shape))
+def _fill(result: Tensor, pieces: Iterable[tuple[Box, Tensor]]) -> Tensor:
+    for box, piece in pieces:
+        _place(result, box.cuts, piece.view(box.shape))
     return result
 
 

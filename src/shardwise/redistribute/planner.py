@@ -1,48 +1,62 @@
 """The cheapest way from one spec to another: plans and their prices.
 
-A plan is a function of two specs alone, so every rank finds the same one without talking. A change on one axis is
-usually one step; whatever else is asked is searched, cheapest first, over the placements that can lie between.
+A plan is a function of two specs and a topology alone, so every rank finds the same one without talking. Where nothing
+pending changes it meets the byte bound (`shards`), else it is searched for (`search`). Plans have no sizes in them, so
+they are remembered by what decides them: how dims are cut, the sizes of those that are cut into unequal parts, and the
+size of the whole to four binary digits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from heapq import heappop, heappush
-from itertools import count
-from math import inf
+from math import gcd, prod
 
 import torch
 
 from shardwise.errors import RedistributeError, message
-from shardwise.redistribute.steps import (
-    LINEAR,
-    AllGather,
-    MakePartial,
-    ReduceScatter,
-    Slice,
-    Step,
-    direct,
-    is_even,
-    may_reduce,
-)
+from shardwise.redistribute import search, shards
+from shardwise.redistribute.cost import Cost, seconds
+from shardwise.redistribute.parcels import unit_of
+from shardwise.redistribute.steps import LINEAR, ReduceScatter, Step, direct, is_even
+from shardwise.redistribute.topology import Topology, current_topology
 from shardwise.sharding.placement import Cut, Partial, Placement, Replicate, Shard, StridedShard
-from shardwise.sharding.spec import Spec, dtype_name
-
-BANDWIDTH = 50e9  # bytes a second that a rank sends
-LATENCY = 1e-5  # seconds that a collective takes however little it sends
-LOCAL = 1e-8  # seconds for a step that sends nothing: little, so that it only breaks ties
+from shardwise.sharding.spec import Spec, TensorMeta, dtype_name
 
 BITWISE = frozenset(("band", "bor", "bxor"))
+DIGITS = 4  # binary digits of the size that a plan may depend on
+ROUGH = 16  # elements a rank of a dim that is not cut, from which on it counts as one that could be cut evenly
+
+
+def plan(src: Spec, dst: Spec, topology: Topology | None = None) -> tuple[Step, ...]:
+    """The cheapest steps that lay the tensor of ``src`` as ``dst`` says; none if it lies so already.
+
+    Both are of one mesh, shape and dtype. Mesh axes of one rank need no step. ``topology`` is by default that of this
+    rank. Raises `RedistributeError` where one pending reduction is asked to become another, or the dtype cannot be
+    reduced so.
+    """
+    return _plan(src, dst, topology or current_topology())
+
+
+def price(src: Spec, dst: Spec, topology: Topology | None = None) -> float:
+    """The seconds that the plan from ``src`` to ``dst`` takes, by the model; 0.0 only if there is nothing to do."""
+    return _price(src, dst, topology or current_topology())
+
+
+def moved_bytes(src: Spec, dst: Spec) -> int:
+    """The bytes that the plan from ``src`` to ``dst`` has a rank send: for each step, the rank that sends most."""
+    return sum(step.bytes(spec) for spec, step in stages(src, plan(src, dst)))
+
+
+def stages(src: Spec, steps: tuple[Step, ...]) -> Iterator[tuple[Spec, Step]]:
+    """Each step with the spec that it starts from."""
+    for step in steps:
+        yield src, step
+        src = step.after(src)
 
 
 @lru_cache(maxsize=16384)
-def plan(src: Spec, dst: Spec) -> tuple[Step, ...]:
-    """The cheapest steps that lay the tensor of ``src`` as ``dst`` says; none if it lies so already.
-
-    Both are of one mesh, shape and dtype. Mesh axes of one rank need no step. Raises `RedistributeError` where one
-    pending reduction is asked to become another, or the dtype cannot be reduced so.
-    """
+def _plan(src: Spec, dst: Spec, topology: Topology) -> tuple[Step, ...]:
     _check_same(src, dst)
     start, goal = _canonical(src), _canonical(dst)
     changed = [axis for axis, placement in enumerate(start.placements) if placement is not goal.placements[axis]]
@@ -51,30 +65,21 @@ def plan(src: Spec, dst: Spec) -> tuple[Step, ...]:
     if not changed:
         return ()
     step = direct(start, changed[0], goal.placements[changed[0]]) if len(changed) == 1 else None
-    return (step,) if step is not None and not _wastes(step, start) else _search(start, goal)
+    if step is not None and not _may_waste(step, start):
+        return (step,)
+    return _planned(*_reduced(start, goal), topology)
 
 
 @lru_cache(maxsize=16384)
-def price(src: Spec, dst: Spec) -> float:
-    """The seconds that the plan from ``src`` to ``dst`` takes, by the model; 0.0 only if there is nothing to do."""
-    return sum((seconds(step, spec) for spec, step in stages(src, plan(src, dst))), 0.0)
+def _price(src: Spec, dst: Spec, topology: Topology) -> float:
+    return sum((seconds(step, spec, topology) for spec, step in stages(src, _plan(src, dst, topology))), 0.0)
 
 
-def moved_bytes(src: Spec, dst: Spec) -> int:
-    """The bytes that the plan from ``src`` to ``dst`` has a rank send: for each step, the rank that sends most."""
-    return sum(step.bytes(spec) for spec, step in stages(src, plan(src, dst)))
-
-
-def seconds(step: Step, spec: Spec) -> float:
-    """What one step from ``spec`` takes, by the model: a latency, and the bytes over the bandwidth."""
-    return LOCAL if isinstance(step, Slice | MakePartial) else LATENCY + step.bytes(spec) / BANDWIDTH
-
-
-def stages(src: Spec, steps: tuple[Step, ...]) -> Iterator[tuple[Spec, Step]]:
-    """Each step with the spec that it starts from."""
-    for step in steps:
-        yield src, step
-        src = step.after(src)
+@lru_cache(maxsize=16384)
+def _planned(start: Spec, goal: Spec, scale: int, topology: Topology) -> tuple[Step, ...]:
+    pairs = zip(start.placements, goal.placements, strict=True)
+    pending = any(here is not there and (here.is_partial() or there.is_partial()) for here, there in pairs)
+    return (search.cheapest if pending else shards.between)(start, goal, Cost(topology, scale))
 
 
 def _canonical(spec: Spec) -> Spec:
@@ -89,68 +94,48 @@ def _plain(placement: Placement) -> Placement:
     return placement
 
 
-def _wastes(step: Step, spec: Spec) -> bool:
+def _may_waste(step: Step, spec: Spec) -> bool:
     """Whether the step would send padding, so that a longer way may be cheaper."""
-    match step:
-        case AllGather():
-            return not is_even(spec, step.axis)
-        case ReduceScatter():
-            return not is_even(step.after(spec), step.axis)
-    return False
+    return isinstance(step, ReduceScatter) and not is_even(step.after(spec), step.axes[0])
 
 
-def _search(start: Spec, goal: Spec) -> tuple[Step, ...]:
-    """A* search; among equally cheap ways it takes the first found, so all ranks take the same."""
-    between = [_between(start, goal, axis) for axis in range(start.mesh.ndim)]
-    order = count()
-    queue: list[tuple[float, int, float, Spec, tuple[Step, ...]]] = [(0.0, next(order), 0.0, start, ())]
-    best = {start: 0.0}
-    while queue:
-        _, _, cost, spec, steps = heappop(queue)
-        if spec is goal:
-            return steps
-        if cost > best[spec]:
-            continue
-        for step in _moves(spec, between):
-            after, total = step.after(spec), cost + seconds(step, spec)
-            if total < best.get(after, inf):
-                best[after] = total
-                heappush(queue, (total + _at_least(after, goal), next(order), total, after, (*steps, step)))
-    raise AssertionError(f"no way from {start} to {goal}")
+def _reduced(start: Spec, goal: Spec) -> tuple[Spec, Spec, int]:
+    """Two specs of which the plan is the same, of bytes and of sizes as small as can be; and how much smaller.
 
-
-def _at_least(spec: Spec, goal: Spec) -> float:
-    """A bound for the seconds left: on each axis that is neither right nor replicated a collective is still to come."""
-    pairs = zip(spec.placements, goal.placements, strict=True)
-    return LATENCY * sum(here is not there and not here.is_replicate() for here, there in pairs)
-
-
-def _moves(spec: Spec, between: list[tuple[Placement, ...]]) -> Iterator[Step]:
-    for axis, placements in enumerate(between):
-        for placement in placements:
-            step = direct(spec, axis, placement)
-            if step is not None:
-                yield step
-
-
-def _between(start: Spec, goal: Spec, axis: int) -> tuple[Placement, ...]:
-    """What may lie on ``axis`` on the way.
-
-    An axis that starts replicated and is not to be cut is not cut on the way: a slice that a later gather undoes saves
-    bytes in an all_reduce at times, but is not what anybody expects of it.
+    A dim that is cut into equal parts is as small as these parts allow. The others have the size 1, except one that may
+    be cut on the way if a reduction is pending.
     """
-    before, after = start.placements[axis], goal.placements[axis]
-    if before is after and (before.is_replicate() or (before.is_partial() and _reduces_in_any_order(start, goal))):
-        return ()
-    if after.is_partial() and not isinstance(before, Cut):
-        return after, Replicate()
-    cuts = [Shard(dim) for dim, size in enumerate(start.shape) if size > 1]
-    return tuple(dict.fromkeys((after, Replicate(), before, *cuts)))
+    lying = [placement for side in (start, goal) for placement in side.placements]
+    cut = {placement.dim for placement in lying if isinstance(placement, Cut)}
+    pending = any(placement.is_partial() for placement in lying)
+    spare = _spare(start, cut) if pending else -1
+    shape, scale = [], start.meta.dtype.itemsize
+    for dim, size in enumerate(start.shape):
+        unit = _unit(start, goal, dim, pending) if dim in cut or dim == spare else 1
+        roughly = dim == spare and size >= ROUGH * unit  # a plan is as good if it takes a long dim for an even one
+        small = unit if unit and size and (roughly or size % unit == 0) else size
+        shape.append(small)
+        scale *= -(-size // small) if small else 1
+    meta = TensorMeta.contiguous(shape, torch.uint8)
+    excess = max(scale.bit_length() - DIGITS, 0)
+    return Spec(start.mesh, start.placements, meta), Spec(goal.mesh, goal.placements, meta), scale >> excess << excess
 
 
-def _reduces_in_any_order(*specs: Spec) -> bool:
-    pending = [(spec, *item) for spec in specs for item in enumerate(spec.placements)]
-    return all(may_reduce(spec, axis, here.reduce_op) for spec, axis, here in pending if isinstance(here, Partial))
+def _spare(spec: Spec, cut: set[int]) -> int:
+    """The first dim that is not cut and all axes could cut evenly; else the largest; -1 if there is none."""
+    free = [dim for dim in range(spec.ndim) if dim not in cut]
+    whole = prod(spec.mesh.shape)
+    even = [dim for dim in free if spec.shape[dim] % whole == 0]
+    return (even or sorted(free, key=lambda dim: -spec.shape[dim]) or [-1])[0]
+
+
+def _unit(start: Spec, goal: Spec, dim: int, pending: bool) -> int:
+    """The size of ``dim`` that all cuts, now or on the way, cut into equal parts; 0 if there is none."""
+    unit = prod(start.mesh.shape) if pending else 1
+    for side in (start, goal):
+        own = unit_of(side.placements, side.mesh.shape, dim)
+        unit = unit * own // gcd(unit, own) if own else 0
+    return unit
 
 
 def _check_same(src: Spec, dst: Spec) -> None:

@@ -1,99 +1,150 @@
-"""The closed set of moves that change how a tensor lies on one mesh axis, and the bytes that each sends.
+"""The closed set of moves that change how a tensor lies on mesh axes, and the bytes that each sends.
 
-A step says what is done on which axis and knows no sizes, so it serves a tensor of any shape. `execute` carries steps
-out, `planner` chooses them. A dim can be cut or made whole over an axis only where no later axis cuts it too, because
-placements act from the first axis to the last (`is_innermost`); likewise a reduction over an axis can be done only when
-none of another kind is pending on a later one (`may_reduce`).
+A step says what is done over which axes and knows no sizes, so it serves a tensor of any shape. `execute` carries steps
+out, `planner` chooses them. Over several axes a step is one collective on the flattened group, whose ranks stand
+row-major in the order of the axes.
+
+Placements act from the first axis to the last. So a dim can be cut or made whole over axes only where no later axis
+cuts it too (`is_innermost`), except by an `AllToAll`, which takes such later axes along. Likewise a reduction over axes
+can be done only when none of another kind is pending on a later one (`may_reduce`).
 """
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 from math import prod
 
 from shardwise._value import value
-from shardwise.sharding.placement import Cut, Intervals, Partial, Placement, Replicate, Shard
+from shardwise.redistribute.parcels import Grid, traffic
+from shardwise.sharding.placement import Cut, Partial, Placement, Replicate, Shard
 from shardwise.sharding.spec import Spec
 
 LINEAR = frozenset(("sum", "avg"))  # reductions that may be done in any order among each other
 
+Axes = tuple[int, ...]
+
 
 @value
 class Step:
-    """One move on the mesh axis ``axis``, whose name is ``name``; the base of all steps."""
+    """One move over the mesh axes ``axes`` (ascending), whose names joined are ``name``; the base of all steps."""
 
-    axis: int
+    axes: Axes
     name: str
 
     @property
-    def target(self) -> Placement:
-        """How the tensor lies on the axis afterwards."""
+    def targets(self) -> tuple[Placement, ...]:
+        """How the tensor lies on each of the axes afterwards."""
         raise NotImplementedError
 
     def after(self, spec: Spec) -> Spec:
         """The spec that the move makes of ``spec``."""
-        placements = spec.placements
-        return spec.with_placements((*placements[: self.axis], self.target, *placements[self.axis + 1 :]))
+        placements = list(spec.placements)
+        for axis, target in zip(self.axes, self.targets, strict=True):
+            placements[axis] = target
+        return spec.with_placements(placements)
 
     def bytes(self, spec: Spec) -> int:
         """The bytes that a rank sends, in the ideal ring algorithm: those of the rank that sends most."""
-        return 0
+        return self.traffic(spec)[0]
+
+    def traffic(self, spec: Spec) -> tuple[int, int]:
+        """The most bytes that a rank sends, and the most that one receives."""
+        return 0, 0
+
+    def peak(self, spec: Spec) -> int:
+        """The bytes that the largest rank needs while the step runs: what it holds before and after, and buffers."""
+        return largest_nbytes(spec) + largest_nbytes(self.after(spec))
+
+    def parts(self, spec: Spec) -> tuple[int, ...]:
+        """How many ranks each of the axes has."""
+        return tuple([spec.mesh.shape[axis] for axis in self.axes])
+
+    @property
+    def group(self) -> Axes:
+        """The axes whose ranks talk to each other."""
+        return self.axes
+
+    def ranks(self, spec: Spec) -> int:
+        """How many ranks talk to each other."""
+        return prod([spec.mesh.shape[axis] for axis in self.group])
 
 
 @value
 class AllGather(Step):
-    """Join the parts of a dim: cut to replicated. Parts are padded to the largest."""
+    """Join the parts of dims, equally large on all ranks: cut to replicated. If they are not, it is an `AllToAll`."""
 
-    axis: int
+    axes: Axes
     name: str
-    cut: Cut
+    cuts: tuple[Cut, ...]
 
     @property
-    def target(self) -> Replicate:
-        return Replicate()
+    def targets(self) -> tuple[Placement, ...]:
+        return (Replicate(),) * len(self.axes)
 
-    def bytes(self, spec: Spec) -> int:
-        return (spec.mesh.shape[self.axis] - 1) * largest_nbytes(spec)
+    def is_even(self, spec: Spec) -> bool:
+        """Whether the parts are equally large."""
+        return all(is_even(spec, axis) for axis in self.axes)
+
+    def exact(self) -> AllToAll:
+        """The same move for parts of any sizes."""
+        return AllToAll(self.axes, self.name, self.cuts, self.targets)
+
+    def traffic(self, spec: Spec) -> tuple[int, int]:
+        if not self.is_even(spec):
+            return self.exact().traffic(spec)
+        sent = (self.ranks(spec) - 1) * largest_nbytes(spec)
+        return sent, sent
+
+    def peak(self, spec: Spec) -> int:
+        first = all(isinstance(cut, Shard) and cut.dim == 0 for cut in self.cuts)
+        return largest_nbytes(spec) + (1 if first else 2) * largest_nbytes(self.after(spec))
 
     def __repr__(self) -> str:
-        return f"all_gather({self.name}, {_dim(self.cut)})"
+        return f"all_gather({self.name}, {_dims(self.cuts)})"
 
 
 @value
 class ReduceScatter(Step):
     """Do a pending reduction, and keep a part of the result: partial to cut. Parts are padded to the largest."""
 
-    axis: int
+    axes: Axes
     name: str
-    cut: Cut
+    cuts: tuple[Cut, ...]
     reduce_op: str
 
     @property
-    def target(self) -> Cut:
-        return self.cut
+    def targets(self) -> tuple[Placement, ...]:
+        return self.cuts
 
-    def bytes(self, spec: Spec) -> int:
-        return (spec.mesh.shape[self.axis] - 1) * largest_nbytes(self.after(spec))
+    def traffic(self, spec: Spec) -> tuple[int, int]:
+        sent = (self.ranks(spec) - 1) * largest_nbytes(self.after(spec))
+        return sent, sent
+
+    def peak(self, spec: Spec) -> int:
+        after = largest_nbytes(self.after(spec))
+        return largest_nbytes(spec) + (self.ranks(spec) + 1) * after
 
     def __repr__(self) -> str:
-        return f"reduce_scatter({self.name}, {_dim(self.cut)}, {self.reduce_op})"
+        return f"reduce_scatter({self.name}, {_dims(self.cuts)}, {self.reduce_op})"
 
 
 @value
 class AllReduce(Step):
     """Do a pending reduction: partial to replicated."""
 
-    axis: int
+    axes: Axes
     name: str
     reduce_op: str
 
     @property
-    def target(self) -> Replicate:
-        return Replicate()
+    def targets(self) -> tuple[Placement, ...]:
+        return (Replicate(),) * len(self.axes)
 
-    def bytes(self, spec: Spec) -> int:
-        parts = spec.mesh.shape[self.axis]
-        return 2 * (parts - 1) * largest_nbytes(spec) // parts
+    def traffic(self, spec: Spec) -> tuple[int, int]:
+        ranks = self.ranks(spec)
+        sent = 2 * (ranks - 1) * largest_nbytes(spec) // ranks
+        return sent, sent
 
     def __repr__(self) -> str:
         return f"all_reduce({self.name}, {self.reduce_op})"
@@ -101,63 +152,89 @@ class AllReduce(Step):
 
 @value
 class AllToAll(Step):
-    """Cut otherwise: each rank sends each other exactly what that one is to hold."""
+    """Lie otherwise: each rank is sent exactly what it is to hold and lacks, each part by one of those that hold it.
 
-    axis: int
+    It goes over ``axes`` without the axes ``apart``: over these the tensor is replicated, and each of their ranks is
+    served by those that stand where it does. ``name`` is that of the axes that it goes over.
+    """
+
+    axes: Axes
     name: str
-    source: Cut
-    cut: Cut
+    sources: tuple[Placement, ...]
+    aims: tuple[Placement, ...]
+    apart: Axes = ()
 
     @property
-    def target(self) -> Cut:
-        return self.cut
+    def targets(self) -> tuple[Placement, ...]:
+        return self.aims
 
-    def bytes(self, spec: Spec) -> int:
-        parts, source, target = spec.mesh.shape[self.axis], self.source, self.cut
-        others = prod(size for dim, size in enumerate(_largest(spec)) if dim not in (source.dim, target.dim))
-        sizes = _sizes(spec, source.dim, self.axis)
-        if source.dim == target.dim:
-            sent = max(_moved(source, target, size, parts) for size in sizes)
-        else:
-            crossed = _sizes(spec, target.dim, self.axis)
-            sent = max(_exchanged(source, target, size, cross, parts) for size in sizes for cross in crossed)
-        return sent * others * spec.meta.dtype.itemsize
+    @property
+    def group(self) -> Axes:
+        return tuple([axis for axis in self.axes if axis not in self.apart])
+
+    def traffic(self, spec: Spec) -> tuple[int, int]:
+        found = [traffic(grid) for grid in self._grids(spec)]
+        itemsize = spec.meta.dtype.itemsize
+        return max(sent for sent, _ in found) * itemsize, max(received for _, received in found) * itemsize
+
+    def peak(self, spec: Spec) -> int:
+        return largest_nbytes(spec) + largest_nbytes(self.after(spec)) + sum(self.traffic(spec))
+
+    def grid(self, spec: Spec, coordinate: tuple[int, ...]) -> Grid:
+        """The part of the tensor that the group of the rank at ``coordinate`` exchanges, and how it is cut."""
+        sizes = list(spec.shape)
+        for axis, (placement, parts) in enumerate(zip(spec.placements, spec.mesh.shape, strict=True)):
+            if axis not in self.axes and isinstance(placement, Cut):
+                sizes[placement.dim] = local_sizes(placement, sizes[placement.dim], parts)[coordinate[axis]]
+        fixed = tuple([coordinate[axis] if axis in self.apart else None for axis in self.axes])
+        return Grid(tuple(sizes), self.parts(spec), self.sources, self.aims, fixed)
+
+    def _grids(self, spec: Spec) -> list[Grid]:
+        """The grids that differ, with the largest size of dims that are not exchanged."""
+        moved = {placement.dim for placement in (*self.sources, *self.aims) if isinstance(placement, Cut)}
+        found = sizes_of(spec, self.axes)
+        choices = [sorted(sizes) if dim in moved else [max(sizes)] for dim, sizes in enumerate(found)]
+        fixed = tuple([0 if axis in self.apart else None for axis in self.axes])
+        lying = self.parts(spec), self.sources, self.aims, fixed
+        return [Grid(sizes, *lying) for sizes in itertools.product(*choices)]
 
     def __repr__(self) -> str:
-        return f"all_to_all({self.name}, {_dim(self.source)} -> {_dim(self.cut)})"
+        if len(self.axes) == 1:
+            return f"all_to_all({self.name}, {_lying(*self.sources)} -> {_lying(*self.aims)})"
+        return f"all_to_all({self.name}, {' '.join(map(str, self.sources))} -> {' '.join(map(str, self.aims))})"
 
 
 @value
 class Slice(Step):
-    """Keep a part of a dim: replicated to cut. Nothing is sent."""
+    """Keep a part of dims: replicated to cut. Nothing is sent."""
 
-    axis: int
+    axes: Axes
     name: str
-    cut: Cut
+    cuts: tuple[Cut, ...]
 
     @property
-    def target(self) -> Cut:
-        return self.cut
+    def targets(self) -> tuple[Placement, ...]:
+        return self.cuts
 
     def __repr__(self) -> str:
-        return f"slice({self.name}, {_dim(self.cut)})"
+        return f"slice({self.name}, {_dims(self.cuts)})"
 
 
 @value
 class MakePartial(Step):
     """Make terms whose reduction is the tensor: replicated to partial. Nothing is sent, and no bit is lost.
 
-    For sums, products and exclusive or, the first rank of the axis keeps the tensor and the others hold the neutral
+    For sums, products and exclusive or, the first rank of the axes keeps the tensor and the others hold the neutral
     element; for the other reductions every rank keeps the tensor.
     """
 
-    axis: int
+    axes: Axes
     name: str
     reduce_op: str
 
     @property
-    def target(self) -> Partial:
-        return Partial(self.reduce_op)
+    def targets(self) -> tuple[Placement, ...]:
+        return (Partial(self.reduce_op),) * len(self.axes)
 
     def __repr__(self) -> str:
         return f"make_partial({self.name}, {self.reduce_op})"
@@ -165,42 +242,111 @@ class MakePartial(Step):
 
 def direct(spec: Spec, axis: int, target: Placement) -> Step | None:
     """The one step that lays ``spec`` as ``target`` on ``axis``, the other axes unchanged; None if there is none."""
-    name, source = spec.mesh.axis_names[axis], spec.placements[axis]
-    if source is target or not all(_is_free(spec, axis, placement) for placement in (source, target)):
+    source = spec.placements[axis]
+    if source is target or not all(_is_free(spec, (axis,), axis, placement) for placement in (source, target)):
         return None
+    axes, name = (axis,), spec.mesh.axis_names[axis]
     match source, target:
-        case Cut(), Replicate():
-            return AllGather(axis, name, source)
-        case Cut(), Cut():
-            return AllToAll(axis, name, source, target)
+        case Cut(), Replicate() if is_even(spec, axis):
+            return AllGather(axes, name, (source,))
+        case Cut(), Cut() | Replicate():
+            return AllToAll(axes, name, (source,), (target,))
         case Partial(), Replicate():
-            return AllReduce(axis, name, source.reduce_op)
+            return AllReduce(axes, name, source.reduce_op)
         case Partial(), Cut():
-            return ReduceScatter(axis, name, target, source.reduce_op)
+            return ReduceScatter(axes, name, (target,), source.reduce_op)
         case Replicate(), Cut():
-            return Slice(axis, name, target)
+            return Slice(axes, name, (target,))
         case Replicate(), Partial():
-            return MakePartial(axis, name, target.reduce_op)
+            return MakePartial(axes, name, target.reduce_op)
     return None
 
 
-def _is_free(spec: Spec, axis: int, placement: Placement) -> bool:
-    """Whether nothing on a later axis stands in the way of making or unmaking ``placement`` on ``axis``."""
+def reduction(spec: Spec, axes: Axes, targets: tuple[Placement, ...]) -> Step | None:
+    """The one step that reduces what is pending over ``axes``, alike, to ``targets``: all cut or all replicated."""
+    own, name = spec.placements[axes[0]], name_of(spec, axes)
+    assert isinstance(own, Partial), own
+    if any(spec.placements[axis] is not own for axis in axes) or not may_reduce(spec, axes, own.reduce_op):
+        return None
+    if not all(_is_free(spec, axes, *target) for target in zip(axes, targets, strict=True)):
+        return None
+    cuts = tuple([target for target in targets if isinstance(target, Cut)])
+    if not cuts:
+        return AllReduce(axes, name, own.reduce_op)
+    return ReduceScatter(axes, name, cuts, own.reduce_op) if len(cuts) == len(axes) else None
+
+
+def exchanges(spec: Spec, after: Spec) -> list[Step]:
+    """The steps, each of which leads from one spec to another; they differ on axes that are cut or replicated in both.
+
+    A slice if every changed axis only takes a part of what it has, a gather if parts of equal size are joined; else an
+    exchange over the changed axes and the later ones that cut the same dims: over all of them, so that replicas share
+    the work, or within the replicas.
+    """
+    changed = tuple([axis for axis, own in enumerate(spec.placements) if own is not after.placements[axis]])
+    sources, targets = (tuple([side.placements[axis] for axis in changed]) for side in (spec, after))
+    taken, given = (tuple([lying for lying in side if isinstance(lying, Cut)]) for side in (targets, sources))
+    cuts = taken or given
+    if not (taken and given) and all(_is_free(spec, changed, *cut) for cut in zip(changed, cuts, strict=True)):
+        if taken:
+            return [Slice(changed, name_of(spec, changed), cuts)]
+        if all(is_even(spec, axis) for axis in changed):
+            return [AllGather(changed, name_of(spec, changed), cuts)]
+    axes = involved(spec, after)
+    before, aims = (tuple([side.placements[axis] for axis in axes]) for side in (spec, after))
+    talking = tuple([axis for axis in axes if not spec.placements[axis].is_replicate()])
+    apart = tuple([axis for axis in axes if axis not in talking])
+    ways: list[Step] = [AllToAll(axes, name_of(spec, axes), before, aims)]
+    return [*ways, AllToAll(axes, name_of(spec, talking), before, aims, apart)] if talking and apart else ways
+
+
+def involved(spec: Spec, after: Spec) -> Axes:
+    """The axes that change, and the later ones that cut a dim of theirs: there the parts shift."""
+    first: dict[int, int] = {}
+    changed = [axis for axis, own in enumerate(spec.placements) if own is not after.placements[axis]]
+    for axis in changed:
+        for side in (spec, after):
+            if isinstance(cut := side.placements[axis], Cut):
+                first.setdefault(cut.dim, axis)
+    return tuple(
+        [
+            axis
+            for axis, (placement, parts) in enumerate(zip(spec.placements, spec.mesh.shape, strict=True))
+            if axis in changed
+            or (isinstance(placement, Cut) and parts > 1 and axis > first.get(placement.dim, spec.mesh.ndim))
+        ]
+    )
+
+
+def name_of(spec: Spec, axes: Axes) -> str:
+    """The names of axes joined, as a flattened mesh joins them."""
+    return "_".join([spec.mesh.axis_names[axis] for axis in axes])
+
+
+def _is_free(spec: Spec, axes: Axes, axis: int, placement: Placement) -> bool:
+    """Whether nothing later stands in the way of making or unmaking ``placement`` on ``axis``, one of ``axes``."""
     if isinstance(placement, Cut):
-        return is_innermost(spec, axis, placement.dim)
-    return not isinstance(placement, Partial) or may_reduce(spec, axis, placement.reduce_op)
+        return is_innermost(spec, axes, axis, placement.dim)
+    return not isinstance(placement, Partial) or may_reduce(spec, axes, placement.reduce_op)
 
 
-def is_innermost(spec: Spec, axis: int, dim: int) -> bool:
-    """Whether no axis later than ``axis`` cuts ``dim``; axes of one rank cut nothing."""
-    later = zip(spec.placements[axis + 1 :], spec.mesh.shape[axis + 1 :], strict=True)
-    return not any(isinstance(placement, Cut) and placement.dim == dim and parts > 1 for placement, parts in later)
+def is_innermost(spec: Spec, axes: Axes, axis: int, dim: int) -> bool:
+    """Whether no axis later than ``axis``, other than those of ``axes``, cuts ``dim``; axes of one rank cut nothing."""
+    for later in range(axis + 1, spec.mesh.ndim):
+        placement = spec.placements[later]
+        if isinstance(placement, Cut) and placement.dim == dim and later not in axes and spec.mesh.shape[later] > 1:
+            return False
+    return True
 
 
-def may_reduce(spec: Spec, axis: int, reduce_op: str) -> bool:
-    """Whether every reduction pending later than ``axis`` may as well be done after one by ``reduce_op`` on it."""
-    later = zip(spec.placements[axis + 1 :], spec.mesh.shape[axis + 1 :], strict=True)
-    pending = {placement.reduce_op for placement, parts in later if isinstance(placement, Partial) and parts > 1}
+def may_reduce(spec: Spec, axes: Axes, reduce_op: str) -> bool:
+    """Whether every reduction pending later than ``axes`` may as well be done after one by ``reduce_op`` over them."""
+    later = range(axes[0] + 1, spec.mesh.ndim)
+    pending = {
+        placement.reduce_op
+        for axis in later
+        if isinstance(placement := spec.placements[axis], Partial) and spec.mesh.shape[axis] > 1
+    }
     return not pending or pending == {reduce_op} or (reduce_op in LINEAR and pending <= LINEAR)
 
 
@@ -216,60 +362,41 @@ def local_sizes(cut: Cut, size: int, parts: int) -> tuple[int, ...]:
     return tuple(cut.local_size(size, parts, index) for index in range(parts))
 
 
+@lru_cache(maxsize=16384)
 def is_even(spec: Spec, axis: int) -> bool:
     """Whether all ranks of ``axis`` hold equally large parts, wherever they stand on the other axes."""
     cut, parts = spec.placements[axis], spec.mesh.shape[axis]
     if not isinstance(cut, Cut):
         return True
-    return all(len(set(local_sizes(cut, size, parts))) == 1 for size in _sizes(spec, cut.dim, axis))
+    return all(len(set(local_sizes(cut, size, parts))) == 1 for size in _sizes(spec, cut.dim, (axis,)))
 
 
+@lru_cache(maxsize=16384)
 def largest_nbytes(spec: Spec) -> int:
     """The bytes of the largest local tensor of any rank."""
-    return prod(_largest(spec)) * spec.meta.dtype.itemsize
+    return prod(map(max, sizes_of(spec))) * spec.meta.dtype.itemsize
 
 
-def _largest(spec: Spec) -> tuple[int, ...]:
+def sizes_of(spec: Spec, skipped: Axes = ()) -> list[set[int]]:
+    """For each dim, the local sizes that occur on the mesh, if the axes ``skipped`` did not cut it."""
     cut = {placement.dim for placement in spec.placements if isinstance(placement, Cut)}
-    return tuple(max(_sizes(spec, dim)) if dim in cut else size for dim, size in enumerate(spec.shape))
+    return [_sizes(spec, dim, skipped) if dim in cut else {size} for dim, size in enumerate(spec.shape)]
 
 
-def _sizes(spec: Spec, dim: int, skipped: int = -1) -> set[int]:
-    """The local sizes of ``dim`` that occur on the mesh, if the axis ``skipped`` did not cut it."""
+def _sizes(spec: Spec, dim: int, skipped: Axes) -> set[int]:
     sizes = {spec.shape[dim]}
     for axis, (placement, parts) in enumerate(zip(spec.placements, spec.mesh.shape, strict=True)):
-        if axis != skipped and isinstance(placement, Cut) and placement.dim == dim:
+        if axis not in skipped and isinstance(placement, Cut) and placement.dim == dim:
             sizes = {part for size in sizes for part in local_sizes(placement, size, parts)}
     return sizes
 
 
-def _exchanged(source: Cut, target: Cut, size: int, cross: int, parts: int) -> int:
-    """The most elements that leave a rank when a (``size``, ``cross``) matrix is cut along dim 1 instead of dim 0."""
-    held, wanted = local_sizes(source, size, parts), local_sizes(target, cross, parts)
-    return max(rows * (cross - columns) for rows, columns in zip(held, wanted, strict=True))
+def _dims(cuts: tuple[Cut, ...]) -> str:
+    return ", ".join(map(_lying, cuts))
 
 
-def _moved(source: Cut, target: Cut, size: int, parts: int) -> int:
-    """The most elements that leave a rank when a dim of ``size`` is cut otherwise."""
-    pairs = ((source.intervals(size, parts, index), target.intervals(size, parts, index)) for index in range(parts))
-    return max(length(held) - length(intersect(held, wanted)) for held, wanted in pairs)
-
-
-def length(intervals: Intervals) -> int:
-    """How many positions lie in ``intervals``."""
-    return sum(stop - start for start, stop in intervals)
-
-
-def intersect(first: Intervals, second: Intervals) -> Intervals:
-    """The intervals that lie in both lists, ascending as they are.
-
-    >>> intersect(((0, 4), (6, 8)), ((2, 7),))
-    ((2, 4), (6, 7))
-    """
-    both = ((max(low, start), min(high, stop)) for low, high in first for start, stop in second)
-    return tuple((start, stop) for start, stop in both if start < stop)
-
-
-def _dim(cut: Cut) -> str:
-    factor = getattr(cut, "split_factor", None)
-    return f"dim {cut.dim}" if factor is None else f"dim {cut.dim}/{factor}"
+def _lying(placement: Placement) -> str:
+    if not isinstance(placement, Cut):
+        return str(placement)
+    factor = getattr(placement, "split_factor", None)
+    return f"dim {placement.dim}" if factor is None else f"dim {placement.dim}/{factor}"

@@ -176,7 +176,7 @@ def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> t
             message("placements are a list, one for each mesh axis", got=repr(placements), do="[Shard(0)], for example")
         )
     own = tuple(placements)
-    if len(own) == mesh.ndim and all(_is_normal(placement, ndim) for placement in own):
+    if len(own) == mesh.ndim and _are_normal(own, ndim):
         return own
     asked = f"placements {list(placements)} on {mesh} for a tensor of {ndim} dims"
     if len(placements) != mesh.ndim:
@@ -190,10 +190,14 @@ def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> t
     return tuple(_normalize_one(placement, ndim, asked) for placement in placements)
 
 
-def _is_normal(placement: Placement, ndim: int) -> bool:
-    if placement.__class__ is Shard:
-        return 0 <= placement.dim < ndim
-    return placement.__class__ in (Replicate, Partial)
+def _are_normal(placements: tuple[Placement, ...], ndim: int) -> bool:
+    for placement in placements:
+        if placement.__class__ is Shard:
+            if not 0 <= placement.dim < ndim:
+                return False
+        elif placement.__class__ not in (Replicate, Partial):
+            return False
+    return True
 
 
 def _normalize_one(placement: Placement, ndim: int, asked: str) -> Placement:

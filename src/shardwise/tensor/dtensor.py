@@ -12,6 +12,7 @@ from shardwise.errors import RedistributeError, message
 from shardwise.mesh.mesh import DeviceMesh, current_mesh
 from shardwise.redistribute import execute
 from shardwise.redistribute.planner import plan
+from shardwise.redistribute.transfer import transfer
 from shardwise.sharding.placement import Cut, Partial, Placement, Replicate
 from shardwise.sharding.spec import Spec, TensorMeta, normalize
 from shardwise.tensor import agree, dispatch
@@ -143,33 +144,30 @@ class DTensor(torch.Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same tensor lying otherwise, moved by the cheapest steps; differentiable.
+        """The same tensor lying otherwise, maybe on another mesh, moved by the cheapest steps; differentiable.
 
         ``forward_dtype`` is cast to before the tensor moves, ``backward_dtype`` before its gradient moves. The gradient
-        comes back with the placements of this tensor, pending ones replicated. Raises `PlacementError` or
-        `RedistributeError` if it cannot lie so.
+        comes back to this mesh with the placements of this tensor, pending ones replicated. With ``async_op`` the
+        result waits at its first use. To another mesh, all ranks of both call it, and what is pending is reduced on
+        this mesh first; ranks in neither take part in nothing. Raises `PlacementError` or `RedistributeError` if it
+        cannot lie so.
         """
         spec = self._spec
         if placements is None:
             raise RedistributeError(
                 message("redistribute needs placements", asked=f"{spec}.redistribute()", do="give one for each axis")
             )
-        if device_mesh is not None and device_mesh is not spec.mesh:
-            raise RedistributeError(
-                message(
-                    "redistribute to another mesh is not supported",
-                    asked=f"{spec} on {spec.mesh} to {device_mesh}",
-                    do="distribute_tensor(x.full_tensor(), other_mesh, placements)",
-                )
-            )
-        target = normalize(placements, spec.mesh, spec.ndim)
-        _check_pending(spec, target)
+        mesh = device_mesh or spec.mesh
+        target = normalize(placements, mesh, spec.ndim)
+        if mesh is spec.mesh:
+            _check_pending(spec, target)
         source = self._cast(forward_dtype or self.dtype)
-        if target == source._spec.placements and backward_dtype is None:
+        goal = Spec(mesh, target, source._spec.meta)
+        if goal is source._spec and backward_dtype is None:
             return source
         if not (torch.is_grad_enabled() and source.requires_grad):
-            return _moved(source, target, async_op)
-        applied = _Redistribute.apply(source, target, async_op, backward_dtype or self.dtype)  # type: ignore[no-untyped-call]
+            return _moved(source, goal, async_op)
+        applied = _Redistribute.apply(source, goal, async_op, backward_dtype or self.dtype)  # type: ignore[no-untyped-call]
         return cast(DTensor, applied)
 
     def _cast(self, dtype: torch.dtype) -> DTensor:
@@ -273,15 +271,17 @@ def _check_pending(source: Spec, target: tuple[Placement, ...]) -> None:
             )
 
 
-def _moved(source: DTensor, placements: tuple[Placement, ...], async_op: bool = False) -> DTensor:
-    spec = source._spec
-    target = spec.with_placements(placements)
-    if target is spec:
-        return DTensor._wrap(source._local_tensor, spec)
+def _moved(source: DTensor, goal: Spec, async_op: bool = False) -> DTensor:
+    spec, local = source._spec, source._local_tensor
+    if goal is spec:
+        return DTensor._wrap(local, spec)
+    if goal.mesh is not spec.mesh:
+        return DTensor._wrap(transfer(local, spec, goal, async_op=async_op), goal)
+    steps = plan(spec, goal)
     if spec.mesh.get_coordinate() is None:
-        return DTensor._wrap(source._local_tensor, target)
+        return DTensor._wrap(local, goal)
     run = execute.run_async if async_op else execute.run
-    return DTensor._wrap(run(source._local_tensor, spec, plan(spec, target)), target)
+    return DTensor._wrap(run(local, spec, steps), goal)
 
 
 class _FromLocal(torch.autograd.Function):
@@ -310,13 +310,12 @@ class _ToLocal(torch.autograd.Function):
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, source: DTensor, placements: tuple[Placement, ...], async_op: bool, dtype: torch.dtype
-    ) -> DTensor:
-        ctx.back, ctx.dtype, ctx.source_dtype = _gradient_placements(source._spec), dtype, source.dtype
-        return _moved(source, placements, async_op)
+    def forward(ctx: Any, source: DTensor, goal: Spec, async_op: bool, dtype: torch.dtype) -> DTensor:
+        spec = source._spec
+        ctx.mesh, ctx.back, ctx.dtype, ctx.source_dtype = spec.mesh, _gradient_placements(spec), dtype, source.dtype
+        return _moved(source, goal, async_op)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> Any:
-        back = gradient._cast(ctx.dtype).redistribute(placements=ctx.back)
+        back = gradient._cast(ctx.dtype).redistribute(ctx.mesh, ctx.back)
         return back._cast(ctx.source_dtype), None, None, None

@@ -1,0 +1,69 @@
+"""What mesh axes can do: said, restored, and followed by prices."""
+
+from __future__ import annotations
+
+import pytest
+
+from redistribute.layouts import dry_mesh, spec_of
+from shardwise import sim
+from shardwise.errors import RedistributeError
+from shardwise.redistribute.planner import plan, price
+from shardwise.redistribute.topology import BANDWIDTH, LATENCY, PEER, Topology, current_topology, topology
+from shardwise.sharding.placement import Replicate, Shard
+
+
+def test_it_counts_at_once_and_in_a_block_until_its_end() -> None:
+    with topology(bandwidth={"tp": 9e9}) as outer:
+        assert current_topology() is outer
+        topology(latency=1e-3)
+        assert current_topology() is Topology(BANDWIDTH, 1e-3, (("tp", 9e9),))
+        with topology(bandwidth=1e9):
+            assert current_topology() is Topology(1e9, 1e-3)
+        assert current_topology().bandwidth_over(("tp",)) == 9e9
+    assert current_topology() is Topology()
+
+
+def test_a_group_is_as_slow_as_its_slowest_axis() -> None:
+    links = Topology(bandwidths=(("dp", 1e9), ("tp", 9e9)), latencies=(("tp", 1e-6),))
+    assert links.bandwidth_over(("dp", "tp")) == 1e9
+    assert links.latency_over(("dp", "tp")) == LATENCY
+    assert links.bandwidth_over(("tp", "other")) == 9e9
+    assert links.seconds(("tp",), 5, 9e9) == pytest.approx(1 + 1e-6 * (1 + 4 * PEER))
+    assert not links.is_uniform(("dp", "tp"))
+    assert links.is_uniform(("tp",))
+
+
+def test_prices_follow_it() -> None:
+    src = spec_of(dry_mesh((2,)), [Shard(0)], (1000, 1000))
+    dst = src.with_placements([Replicate()])
+    for bandwidth, latency in ((1e9, 1e-3), (1e6, 0.0)):
+        with topology(bandwidth=bandwidth, latency={"dp": latency}):
+            assert price(src, dst) == pytest.approx(latency * (1 + PEER) + 2_000_000 / bandwidth)
+    assert price(src, dst) == price(src, dst, Topology())
+
+
+def test_axes_without_names_go_by_their_index() -> None:
+    with topology(bandwidth={0: 1e9, 1: 2e9}) as links:
+        assert links.bandwidth_over(("1",)) == 2e9
+
+
+@pytest.mark.parametrize("figures", [{"bandwidth": 0}, {"bandwidth": {"tp": -1}}, {"latency": -1e-6}], ids=str)
+def test_impossible_figures_are_refused(figures: dict[str, float]) -> None:
+    with pytest.raises(RedistributeError, match=r"is (not negative|positive)"):
+        topology(**figures)
+    assert current_topology() is Topology()
+
+
+def test_each_world_has_its_own() -> None:
+    def body() -> Topology:
+        topology(bandwidth={"dp": 1.0})
+        return current_topology()
+
+    assert sim.run(body, 2) == [Topology(bandwidths=(("dp", 1.0),))] * 2
+    assert current_topology() is Topology()
+
+
+def test_equal_topologies_share_their_plans() -> None:
+    src = spec_of(dry_mesh((2, 2)), [Shard(0), Shard(1)], (8, 8))
+    dst = src.with_placements([Shard(1), Shard(0)])
+    assert plan(src, dst, Topology(1e9)) is plan(src, dst, Topology(1e9))
