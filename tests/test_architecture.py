@@ -32,6 +32,7 @@ LAYERS = [
     ["mesh.slicing"],
     ["mesh.mesh"],
     ["comm.transmission"],
+    ["comm.guard"],
     ["comm.wire"],
     ["comm.async_tensor"],
     ["comm.place"],

@@ -118,6 +118,7 @@ FACES = {
         "Traffic",
         "explain",
         "explanation",
+        "guard",
         "sharding_picture",
         "traffic_table",
         "visualize_sharding",

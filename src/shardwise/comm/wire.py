@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import TypeVar
 
@@ -18,13 +19,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import PythonCallbackWork, _register_work
 from torch._ops import OpOverload
 
+from shardwise.comm.guard import Guard, is_wanted
 from shardwise.comm.transmission import Transmission, user_frame, user_line
 from shardwise.mesh.world import Group, World, current_world
 
 __all__ = [
     "Observer", "Transmission", "all_gather", "all_gather_coalesced", "all_reduce", "all_reduce_coalesced",
     "all_to_all", "broadcast", "observing", "reduce_scatter", "reduce_scatter_coalesced", "unpacking", "user_frame",
-    "user_line", "wait",
+    "user_line", "wait", "watch",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -32,7 +34,7 @@ T = TypeVar("T")
 _native = torch.ops._c10d_functional
 
 Observer = Callable[[Transmission], None]
-_observers: dict[World, tuple[Observer, ...]] = {}
+_observers: dict[World | None, tuple[Observer, ...]] = {None: (Guard(),)} if is_wanted() else {}  # None: of all worlds
 
 
 @contextlib.contextmanager
@@ -48,23 +50,28 @@ def observing(observer: Observer) -> Iterator[None]:
     ...     _ = wire.wait(wire.all_reduce(torch.ones(8), "sum", world.group(range(4))))
     all_reduce 48
     """
-    world = current_world()
-    _observers[world] = (*_observers.get(world, ()), observer)
+    stop = watch(observer)
     try:
         yield
     finally:
-        _forget(world, observer)
+        stop()
+
+
+def watch(observer: Observer) -> Callable[[], None]:
+    """Call ``observer`` as `observing` does, from now on until the function that is returned is called."""
+    world = current_world()
+    _observers[world] = (*_observers.get(world, ()), observer)
+    return partial(_forget, world, observer)
 
 
 def _forget(world: World, observer: Observer) -> None:
-    left = list(_observers[world])
-    left.reverse()
-    left.remove(observer)
-    left.reverse()
+    left = [*_observers.get(world, ())]
+    if observer in left:
+        del left[len(left) - 1 - left[::-1].index(observer)]
     if left:
         _observers[world] = tuple(left)
     else:
-        del _observers[world]
+        _observers.pop(world, None)
 
 
 def _tell(
@@ -78,8 +85,8 @@ def _tell(
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
     terms: tuple[object, ...] = (),
 ) -> None:
-    watching = () if torch.compiler.is_compiling() else _observers.get(current_world(), ())
-    if not watching:
+    watching = (*_observers.get(current_world(), ()), *_observers.get(None, ()))
+    if not watching or torch.compiler.is_compiling():
         return
     shapes = tuple(tuple(x.shape) for x in xs)
     shape = (sum(map(prod, shapes)),) if op.endswith("_coalesced") else shapes[0]
