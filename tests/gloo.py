@@ -8,7 +8,7 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
@@ -19,24 +19,26 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def run_gloo(fn: Callable[..., T], n: int, *args: object, timeout: float = 60) -> list[T]:
+def run_gloo(fn: Callable[..., T], n: int, *args: object, timeout: float = 60, dying: Collection[int] = ()) -> list[T]:
     """Call ``fn(*args)`` on each of ``n`` ranks and return what they return, by rank.
 
     ``fn``, its arguments and results must pickle, so ``fn`` is a function at the top of a module. The first rank that
-    fails fails the run, with its traceback; no process outlives the call.
+    fails fails the run, with its traceback; no process outlives the call. The ``dying`` ranks do not live to return.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "shardwise"])  # imported once for all runs, before any thread is started
     port = free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(n)]
     ranks = [
-        context.Process(target=_rank, args=(fn, rank, n, port, pipes[rank][1], args), daemon=True) for rank in range(n)
+        context.Process(target=_rank, args=(fn, rank, n, port, pipes[rank][1], args, not dying), daemon=True)
+        for rank in range(n)
     ]
     try:
         for process, (_, sender) in zip(ranks, pipes, strict=True):
             process.start()
             sender.close()
-        return _collect([receiver for receiver, _ in pipes], time.monotonic() + timeout)  # type: ignore[return-value]
+        receivers = [receiver for rank, (receiver, _) in enumerate(pipes) if rank not in dying]
+        return _collect(receivers, time.monotonic() + timeout)  # type: ignore[return-value]
     finally:
         _end(ranks)
 
@@ -49,7 +51,7 @@ def free_port() -> int:
 
 
 def _rank(
-    fn: Callable[..., object], rank: int, n: int, port: int, sender: Connection, args: tuple[object, ...]
+    fn: Callable[..., object], rank: int, n: int, port: int, sender: Connection, args: tuple[object, ...], meet: bool
 ) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(item) for name, item in place.items()}, GLOO_SOCKET_IFNAME="lo")
@@ -57,7 +59,8 @@ def _rank(
     try:
         dist.init_process_group("gloo", rank=rank, world_size=n)
         reply = pickle.dumps((True, fn(*args)))  # by value: the sender of a shared tensor would have to outlive it
-        dist.barrier()
+        if meet:
+            dist.barrier()
     except BaseException:
         reply = pickle.dumps((False, f"rank {rank} of {n}:\n{traceback.format_exc()}"))
     sender.send_bytes(reply)

@@ -31,6 +31,8 @@ LAYERS = [
     ["mesh.arguments", "mesh.device", "mesh.seat"],
     ["mesh.slicing"],
     ["mesh.mesh"],
+    ["comm.transmission"],
+    ["comm.guard"],
     ["comm.wire"],
     ["comm.async_tensor"],
     ["comm.place"],
@@ -118,7 +120,7 @@ STATE = {
 # Functions that remember their results. They are pure, so whatever depends on the rank is an argument; and bounded,
 # unless their arguments come from a finite set.
 MEMORIES = {
-    ("comm.wire", "_ours"),
+    ("comm.transmission", "_ours"),
     ("comm.async_tensor", "_is_view"),
     ("rules.equation", "parse"),
     ("rules.foreach", "_base"),

@@ -120,6 +120,7 @@ FACES = {
         "Traffic",
         "explain",
         "explanation",
+        "guard",
         "sharding_picture",
         "traffic_table",
         "visualize_sharding",

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torch import Tensor
 from shardwise import sim
 from shardwise.collectives import AsyncCollectiveTensor, all_gather_tensor, all_reduce, wait_tensor
 from shardwise.comm import wire
-from shardwise.mesh.world import dry_world, use_world
+from shardwise.mesh.world import current_world, dry_world, use_world
 
 VALUES = [[0.0, 1.0], [2.0, 3.0]]
 
@@ -54,6 +55,19 @@ def state(x: Tensor) -> Tensor:
     module = torch.nn.Module()
     module.register_buffer("x", x)
     return module.state_dict()["x"]
+
+
+def loaded(x: Tensor) -> Tensor:
+    module = torch.nn.Linear(2, 2, bias=False)
+    module.load_state_dict({"weight": x})
+    return module.weight.detach()
+
+
+def stepped(gradient: Tensor) -> Tensor:
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    weight.grad = gradient
+    torch.optim.SGD([weight], lr=1.0).step()
+    return weight.detach()
 
 
 VIEWS: dict[str, Callable[[Tensor], object]] = {
@@ -109,6 +123,18 @@ READS: dict[str, tuple[Callable[[Tensor], object], object]] = {
     "torch.tensor": (lambda x: torch.tensor(x.tolist()), VALUES),
     "dlpack": (torch.from_dlpack, VALUES),
     "numpy dlpack": (lambda x: np.from_dlpack(x).tolist(), VALUES),
+    "bytes": (lambda x: x.untyped_storage().nbytes(), 16),
+    "storage": (lambda x: x._typed_storage().tolist(), [0, 1, 2, 3]),
+    "shared memory": (lambda x: x.share_memory_().wait().is_shared(), True),
+    "set_ from": (lambda x: torch.empty(0).set_(x), VALUES),
+    "numpy arithmetic": (lambda x: np.stack([x, x]).sum(), 12),
+    "index": (lambda x: "abcd"[x[1, 1].long()], "d"),
+    "membership": (lambda x: 3.0 in x, True),
+    "masked": (lambda x: x[x > 1], [2, 3]),
+    "copy": (copy.copy, VALUES),
+    "gradient": (lambda x: stepped(x), [[0, -1], [-2, -3]]),
+    "loading a state": (lambda x: loaded(x), VALUES),
+    "functional gradient": (lambda x: torch.func.grad(lambda y: (y * y).sum())(x), [[0, 2], [4, 6]]),
     "address": (lambda x: x.data_ptr() == x.wait().data_ptr(), True),
     "repr": (repr, f"AsyncCollectiveTensor({torch.tensor(VALUES)!r})"),
     "format": (lambda x: f"{x[1, 1]:.1f}", "3.0"),
@@ -173,6 +199,11 @@ def test_custom_operators_get_plain_tensors(fresh: Callable[[], AsyncCollectiveT
         assert torch.ops.shardwise_test.twice(fresh()).tolist() == [[0, 2], [4, 6]]
 
 
+def test_addresses_taken_past_the_dispatcher_are_refused(fresh: Callable[[], AsyncCollectiveTensor]) -> None:
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(fresh())  # C++ that takes the tensor as it is
+
+
 @pytest.mark.parametrize("read", [repr, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: x.wait()])
 def test_leaves_that_need_gradients(read: Callable[[Tensor], object], fresh: Callable[[], Tensor]) -> None:
     leaf = fresh().requires_grad_()
@@ -190,6 +221,47 @@ def test_what_nobody_reads_is_waited_for_when_it_dies(waits: list[Tensor]) -> No
     gc.collect()
     assert len(waits) == 6
     assert torch._C._distributed_c10d._get_work_registry_size() == before
+
+
+def test_garbage_of_one_rank_collected_on_another() -> None:
+    class Cycle:
+        def __init__(self, pending: Tensor) -> None:
+            self.pending, self.own = pending, self
+
+    def program() -> list[float]:
+        if current_world().rank == 0:
+            Cycle(all_reduce(torch.ones(2), "sum", None))
+            one = all_reduce(torch.ones(2), "sum", None)
+        else:
+            gc.collect()  # while rank 0 waits for this rank
+            _, one = (all_reduce(torch.ones(2), "sum", None) for _ in range(2))
+        return one.tolist()
+
+    before = torch._C._distributed_c10d._get_work_registry_size()
+    gc.disable()
+    try:
+        assert sim.run(program, 2) == [[2, 2]] * 2
+    finally:
+        gc.enable()
+    assert torch._C._distributed_c10d._get_work_registry_size() == before
+
+
+def test_many_collectives_leave_nothing() -> None:
+    def some(count: int) -> tuple[int, int]:
+        for _ in range(count):
+            all_reduce(x, "sum", None)
+        for _ in range(count // 50):
+            all_gather_tensor(x, 1, None) + 1
+        gc.collect()
+        return torch._C._distributed_c10d._get_work_registry_size(), len(gc.get_objects())
+
+    with use_world(dry_world(0, 2)):
+        x = torch.ones(16, 16)  # a kilobyte
+        registered, objects = some(100)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert some(100_000)[0] == registered
+        assert some(100)[1] - objects < 100
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 10_000  # kilobytes
 
 
 ENDS_UNREAD = """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise import collectives as c
 from shardwise import sim
-from shardwise.comm.wire import observing
+from shardwise.comm.wire import Transmission, observing
 from shardwise.errors import CollectiveError
 from shardwise.mesh.world import current_world
 
@@ -40,7 +40,7 @@ def results(case: str, n: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_value(case: str, n: int) -> None:
     expected = CASES[case][1]([sample(r, n) for r in range(n)])
     for got, want in zip(results(case, n, torch.float64), expected, strict=True):
@@ -130,6 +130,45 @@ def test_coalesced_results_stand_alone_and_lists_stay() -> None:
 
     want = [[3, 3], [[3], [3]], [1, 1, 1, 1, 2, 2, 2, 2], [[3, 3], [3, 3]]]
     assert sim.run(program, 2) == [want, want]
+
+
+def test_coalesced_tensors_of_one_dtype_go_in_one_launch() -> None:
+    def program() -> list[str]:
+        xs = [torch.full((2, n), rank() + 1.0) for n in (1, 2, 3)] + [torch.full((2, 2), rank() + 1)]
+        told: list[Transmission] = []
+        with observing(told.append):
+            sums = c.all_reduce_coalesced(xs, "sum", None)
+            wholes = c.all_gather_into_tensor_coalesced(xs, None)
+            parts = c.reduce_scatter_tensor_coalesced(xs, "sum", [0, 0, -2, 1], None)
+        assert [x.wait().unique().tolist() for x in reversed(sums + parts)] == [[3]] * 8
+        assert [(x.dtype, list(x.shape)) for x in wholes[2:]] == [(torch.float32, [4, 3]), (torch.int64, [4, 2])]
+        return [f"{sent.op} {sent.shape[0]}" for sent in told]
+
+    ops = [f"{op}_coalesced" for op in ("all_reduce", "all_gather", "reduce_scatter")]
+    assert sim.run(program, 2) == [[f"{op} {size}" for op in ops for size in (12, 4)]] * 2
+
+
+def test_nothing_coalesced_is_nothing() -> None:
+    assert c.all_reduce_coalesced([], "sum", None) == c.all_gather_into_tensor_coalesced([], None) == []
+    assert c.reduce_scatter_tensor_coalesced([], "sum", [], None) == []
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_padded_reduce_scatter(dim: int, op: str) -> None:
+    n, inputs = 3, [sample(r, 2)[:, :, 0] for r in range(3)]  # 4 by 3
+    padded = [torch.nn.functional.pad(x, (0, 0, 0, 2) if dim == 0 else (0, 0)) for x in inputs]
+    want = reduced(padded, op).chunk(n, dim)
+
+    def program() -> list[Tensor]:
+        x = inputs[rank()].clone().requires_grad_()
+        part = c.reduce_scatter_tensor(x, op, dim, None, pad=True)
+        part.sum().backward()
+        return [part.detach(), x.grad]
+
+    got = sim.run(program, n)
+    assert all(torch.equal(part, one) for (part, _), one in zip(got, want, strict=True))
+    assert torch.stack([back for _, back in got]).sum().item() == (36 if op == "sum" else 12)
 
 
 def test_older_and_newer_names_are_the_same_functions() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from shardwise import collectives as c
 from shardwise import sim
 from shardwise.mesh.world import current_world
+
+Program = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 LINEAR = [name for name in CASES if not any(op in name for op in ("product", "min", "max"))]
 
@@ -64,6 +66,44 @@ def test_first_and_second_order(case: str) -> None:
     second = torch.autograd.grad(first, whole, directions, materialize_grads=True)
     for r, got in enumerate(sim.run(program, n)):
         torch.testing.assert_close(got, [first[r].detach(), second[r]], rtol=1e-11, atol=1e-9)
+
+
+class Together(torch.autograd.Function):
+    """A program of every rank as one function of all their tensors: inputs and results in the order of the ranks."""
+
+    @staticmethod
+    def forward(ctx: object, program: Program, n: int, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.program, ctx.n = program, n
+        ctx.save_for_backward(*xs)
+        results = sim.run(lambda: [result.detach() + 0 for result in program(xs[rank() :: n])], n)
+        return tuple(one for each in zip(*results, strict=True) for one in each)
+
+    @staticmethod
+    def backward(ctx: object, *ys: Tensor) -> tuple[Tensor | None, ...]:
+        program, count = ctx.program, len(ctx.saved_tensors) // ctx.n
+
+        def gradients(both: Sequence[Tensor]) -> Sequence[Tensor]:
+            with torch.enable_grad():
+                xs = [x if x.requires_grad else x.clone().requires_grad_() for x in both[:count]]
+                found = torch.autograd.grad(program(xs), xs, both[count:], create_graph=True, materialize_grads=True)
+            return found
+
+        return None, None, *Together.apply(gradients, ctx.n, *ctx.saved_tensors, *ys)
+
+
+@pytest.mark.parametrize("case", [*CASES, "coalesced"])
+def test_gradcheck_over_all_ranks(case: str) -> None:
+    n = 2
+
+    def program(xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if case == "coalesced":
+            whole = c.all_gather_into_tensor_coalesced([xs[0] ** 2, xs[0][0]], None)
+            return c.reduce_scatter_tensor_coalesced(c.all_reduce_coalesced(whole, "avg", None), "sum", [2, 0], None)
+        return [CASES[case][0](xs[0] ** 2, everyone(), rank())]
+
+    inputs = [drawn(sample(0, n), r).requires_grad_() for r in range(n)]  # no ties
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(lambda *xs: Together.apply(program, n, *xs), inputs, fast_mode=True)
 
 
 def gradient(call: Callable[[Tensor], Tensor]) -> Tensor:

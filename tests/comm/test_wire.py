@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
+from shardwise import collectives as c
 from shardwise import sim
 from shardwise.comm import wire
 from shardwise.comm.functional import all_reduce, sum_backward
@@ -59,8 +62,11 @@ def test_bytes_of_the_ring() -> None:
     assert [(sent.op, sent.bytes) for sent in told] == [
         ("all_reduce", 96), ("all_gather", 192), ("reduce_scatter", 48), ("all_to_all", 24), ("broadcast", 64),
     ]  # fmt: skip
-    name = group.name
-    assert told[0] is Transmission("all_reduce", "tp", (0, 1, 2, 3), name, (8, 4), torch.float16, "max", 96)
+    name, line = group.name, told[0].line
+    assert told[0] is Transmission(
+        "all_reduce", "tp", (0, 1, 2, 3), name, (8, 4), torch.float16, "max", 96, False, line
+    )
+    assert told[3].splits == ((5, 1, 2, 0), (1, 1, 1, 1))
 
 
 def test_observers_of_one_world_hear_nothing_of_another() -> None:
@@ -93,11 +99,40 @@ def test_axis_is_told() -> None:
 
 
 def test_the_line_is_the_users() -> None:
-    lines: list[str] = []
-    code = compile("lambda sent: lines.append(user_line())", wire.__file__, "eval")  # an observer inside the package
-    with use_world(dry_world(0, 2)), observing(eval(code, {"lines": lines, "user_line": wire.user_line})):
+    told: list[Transmission] = []
+    with use_world(dry_world(0, 2)), observing(told.append):
         x = torch.ones(2).requires_grad_()
         y = all_reduce(x, "sum", None)
         y.sum().backward()
         _, _, here = wire.user_line().rpartition(":")
-    assert lines == [f"{__file__}:{int(here) - 2}", f"{__file__}:{int(here) - 1}"]
+    assert [sent.line for sent in told] == [f"{__file__}:{int(here) - 2}", f"{__file__}:{int(here) - 1}"]
+
+
+# op as observers are told: a call with x of shape (4, 2) on two ranks
+CALLS: dict[str, Callable[[Tensor], object]] = {
+    "all_reduce": lambda x: c.all_reduce(x, "avg", None),
+    "all_gather": lambda x: c.all_gather_tensor(x, 1, None),
+    "reduce_scatter": lambda x: c.reduce_scatter_tensor(x, "avg", 1, None),
+    "all_to_all": lambda x: c.all_to_all_single(x, None, None, None),
+    "broadcast": lambda x: c.broadcast(x, 1, None),
+    "all_reduce_coalesced": lambda x: c.all_reduce_coalesced([x, x], "avg", None),
+    "all_gather_coalesced": lambda x: c.all_gather_into_tensor_coalesced([x, x], None),
+    "reduce_scatter_coalesced": lambda x: c.reduce_scatter_tensor_coalesced([x, x], "avg", [0, 1], None),
+}
+BACKWARD = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "broadcast": "all_reduce"}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_every_collective_is_told(op: str) -> None:
+    told: list[Transmission] = []
+    with use_world(dry_world(1, 2)) as world, observing(told.append):
+        result = CALLS[op](torch.ones(4, 2, dtype=torch.float64).requires_grad_())
+        sum(one.sum() for one in (result if isinstance(result, list) else [result])).backward()
+        name = world.group(range(2)).name
+    kind = op.removesuffix("_coalesced")
+    back = op.replace(kind, BACKWARD.get(kind, kind))
+    assert [(sent.op, sent.backward) for sent in told] == [(op, False), (back, True)]
+    for sent in told:
+        assert (sent.ranks, sent.group_name, sent.dtype) == ((0, 1), name, torch.float64)
+        assert sent.line.startswith(__file__)
+        assert sent.bytes > 0

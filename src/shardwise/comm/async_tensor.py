@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from threading import get_ident
 from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
@@ -19,6 +20,7 @@ from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 
 from shardwise.comm import wire
+from shardwise.mesh.world import current_world
 
 T = TypeVar("T")
 
@@ -32,7 +34,7 @@ class Arrival:
 
     def __init__(self, sent: Tensor) -> None:
         # A result that nobody reads is waited for when it dies or the program ends, so that the wire is left clean.
-        self._settle = weakref.finalize(self, _settle, sent)
+        self._settle = weakref.finalize(self, _settle, sent, get_ident())
 
     @property
     def done(self) -> bool:
@@ -46,7 +48,9 @@ class Arrival:
             wire.wait(waiting[2][0])
 
 
-def _settle(sent: Tensor) -> None:
+def _settle(sent: Tensor, thread: int) -> None:
+    if thread != get_ident() and current_world().kind == "simulated":
+        return  # the garbage of one rank, collected in the thread of another, which cannot wait for it
     try:
         wire.wait(sent)
     except (
@@ -165,6 +169,10 @@ class AsyncCollectiveTensor(Tensor):
         """The address of the first element."""
         return self.wait().data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The bytes."""
+        return self.trigger_wait().untyped_storage()
+
     def apply_(self, function: Callable[..., object]) -> AsyncCollectiveTensor:
         """Change each value by a function; a CPU tensor only."""
         self.trigger_wait().apply_(function)
@@ -196,6 +204,8 @@ def _wrap(elem: Tensor, arrival: Arrival | None) -> AsyncCollectiveTensor:
         layout=elem.layout,
         device=elem.device,
     )
+    # C++ that takes the address and passes the dispatcher by is refused, for it would read nothing.
+    torch._C._set_throw_on_mutable_data_ptr(made)
     made.elem, made._arrival = elem, arrival
     return made
 
@@ -228,7 +238,7 @@ def _mutated(
     func: OpOverload[..., object], args: tuple[object, ...], kwargs: dict[str, object], result: object
 ) -> object:
     """In-place operators return the very tensors that they were given."""
-    if torch.Tag.inplace_view in func.tags:
+    if torch.Tag.inplace_view in func.tags and isinstance(args[0], AsyncCollectiveTensor):
         _relabel(func, args, kwargs)
     given = {id(item.elem): item for item in _pending((args, tuple(kwargs.values())))}
     if isinstance(result, list | tuple):

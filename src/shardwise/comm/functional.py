@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.comm import wire
 from shardwise.comm.async_tensor import AsyncCollectiveTensor
-from shardwise.comm.place import GroupLike, place_of
+from shardwise.comm.place import GroupLike, Place, place_of
 from shardwise.comm.verbs import (
     AllReduce,
     Broadcast,
@@ -34,6 +34,7 @@ from shardwise.comm.verbs import (
     SumBackward,
     SumForward,
     carry,
+    carry_all,
     differentiated,
     split_rows,
 )
@@ -67,19 +68,29 @@ def all_gather_single(self: Tensor, gather_dim: int, group: GroupLike, tag: str 
     return carry(Gather(place_of(group), _dim(x, gather_dim, "gather"), False), x)
 
 
-def reduce_scatter_single(self: Tensor, reduceOp: str, scatter_dim: int, group: GroupLike, tag: str = "") -> Tensor:
+def reduce_scatter_single(
+    self: Tensor, reduceOp: str, scatter_dim: int, group: GroupLike, tag: str = "", *, pad: bool = False
+) -> Tensor:
     """Combine the tensors of all ranks as `all_reduce` does, and give each rank its part of ``scatter_dim``.
 
-    The group's size must divide that dim (`CollectiveError` otherwise). The gradient of sum is the ranks' gradients,
-    gathered along the dim.
+    The group's size must divide that dim (`CollectiveError` otherwise), unless ``pad`` lets zeros be added at its end
+    until it does: the parts are equally large, and the last ones end with what the zeros give. The gradient of sum is
+    the ranks' gradients, gathered along the dim.
+
+    >>> import torch
+    >>> from shardwise.comm.functional import reduce_scatter_single
+    >>> from shardwise.sim import run
+    >>> run(lambda: reduce_scatter_single(torch.ones(3), "sum", 0, None, pad=True).tolist(), 2)
+    [[2.0, 2.0], [2.0, 0.0]]
     """
-    op, place, dim = _reduction(reduceOp, self.dtype), place_of(group), _dim(self, scatter_dim, "scatter")
-    _divides(self, dim, place.group, "reduce_scatter")
-    if op not in _LINEAR and differentiated(self):
-        parts = split_rows(self, dim, place.group.size)
+    place = place_of(group)
+    x = _padded(self, _dim(self, scatter_dim, "scatter"), place.group.size) if pad else self
+    verb = _scattering(x, reduceOp, scatter_dim, place)
+    if verb.op not in _LINEAR and differentiated(x):
+        parts = split_rows(x, verb.dim, place.group.size)
         ones = [1] * place.group.size
-        return _reduced(all_to_all_single(parts, ones, ones, place.group), op)
-    return carry(ReduceScatter(place, op, dim), self)
+        return _reduced(all_to_all_single(parts, ones, ones, place.group), verb.op)
+    return carry(verb, x)
 
 
 def all_to_all_single(
@@ -163,27 +174,36 @@ def sum_backward(self: Tensor, group: GroupLike, tag: str = "") -> Tensor:
 
 
 def all_reduce_coalesced(self: Sequence[Tensor], reduceOp: str, group: GroupLike, tag: str = "") -> list[Tensor]:
-    """`all_reduce` of several tensors, each of which may be used on its own."""
+    """`all_reduce` of several tensors, sent together; each result may be used on its own."""
     place = place_of(group)
-    return [all_reduce(x, reduceOp, place.group) for x in self]
+    verbs = [AllReduce(place, _reduction(reduceOp, x.dtype)) for x in self]
+    if any(verb.op not in _LINEAR and differentiated(x) for verb, x in zip(verbs, self, strict=True)):
+        return [all_reduce(x, reduceOp, place.group) for x in self]
+    return carry_all(verbs, self)
 
 
 def all_gather_single_coalesced(self: Sequence[Tensor], group: GroupLike, tag: str = "") -> list[Tensor]:
-    """`all_gather_single` of several tensors along dim 0, each of which may be used on its own."""
-    place = place_of(group)
-    return [all_gather_single(x, 0, place.group) for x in self]
+    """`all_gather_single` of several tensors along dim 0, sent together; each result may be used on its own."""
+    verb = Gather(place_of(group), 0, False)
+    return carry_all([verb] * len(self), [x if x.ndim else x.unsqueeze(0) for x in self])
 
 
 def reduce_scatter_single_coalesced(
     inputs: Sequence[Tensor], reduceOp: str, scatter_dim: Sequence[int], group: GroupLike, tag: str = ""
 ) -> list[Tensor]:
-    """`reduce_scatter_single` of several tensors, each along its own dim."""
+    """`reduce_scatter_single` of several tensors, each along its own dim, sent together.
+
+    Each result may be used on its own.
+    """
     place = place_of(group)
     if len(scatter_dim) != len(inputs):
         asked = f"reduce_scatter of {len(inputs)} tensors along dims {list(scatter_dim)}"
         raise CollectiveError(message("one dim for each tensor is needed", asked=asked))
-    pairs = zip(inputs, scatter_dim, strict=True)
-    return [reduce_scatter_single(x, reduceOp, dim, place.group) for x, dim in pairs]
+    pairs = list(zip(inputs, scatter_dim, strict=True))
+    verbs = [_scattering(x, reduceOp, dim, place) for x, dim in pairs]
+    if any(verb.op not in _LINEAR and differentiated(x) for verb, x in zip(verbs, inputs, strict=True)):
+        return [reduce_scatter_single(x, reduceOp, dim, place.group) for x, dim in pairs]
+    return carry_all(verbs, inputs)
 
 
 all_gather_tensor = all_gather_single
@@ -198,6 +218,7 @@ all_to_all_single_autograd = all_to_all_single
 # --- what may be asked
 
 _LINEAR = ("sum", "avg")
+_PADS = {"reduce_scatter": ", as pad=True does"}
 _OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 
@@ -225,6 +246,17 @@ def _reduced(stacked: Tensor, op: str) -> Tensor:
     return stacked.amax(0) if op == "max" else stacked.amin(0)
 
 
+def _scattering(x: Tensor, reduce_op: str, dim: int, place: Place) -> ReduceScatter:
+    verb = ReduceScatter(place, _reduction(reduce_op, x.dtype), _dim(x, dim, "scatter"))
+    _divides(x, verb.dim, place.group, "reduce_scatter")
+    return verb
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    missing = -x.shape[dim] % size
+    return torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim) if missing else x
+
+
 def _dim(x: Tensor, dim: int, verb: str) -> int:
     if not -x.ndim <= dim < x.ndim:
         dims = f"dims {-x.ndim} to {x.ndim - 1}" if x.ndim else "no dims"
@@ -240,7 +272,7 @@ def _divides(x: Tensor, dim: int, group: Group, verb: str) -> None:
             message(
                 f"dim {dim} of size {x.shape[dim]} is not divisible by the group's size {group.size}",
                 asked=f"{verb} along dim {dim} of a tensor of shape {tuple(x.shape)} over ranks {list(group.ranks)}",
-                do=f"pad dim {dim} to a multiple of {group.size}",
+                do=f"pad dim {dim} to a multiple of {group.size}{_PADS.get(verb, '')}",
             )
         )
 

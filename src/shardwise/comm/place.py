@@ -11,10 +11,11 @@ from typing import NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 
 from shardwise.errors import CollectiveError, NotInMeshError, message
 from shardwise.mesh.mesh import DeviceMesh
-from shardwise.mesh.world import Group, current_world
+from shardwise.mesh.world import Group, World, current_world
 
 GroupLike: TypeAlias = (
     Group
@@ -40,20 +41,44 @@ def place_of(group: GroupLike) -> Place:
         return Place(group, "")
     if isinstance(group, DeviceMesh):
         return _axis(group, 0) if group.ndim == 1 else _ambiguous(group)
-    if isinstance(group, dist.ProcessGroup):
-        return Place(current_world().adopt(group), "")
-    if isinstance(group, str):
-        named = torch._C._distributed_c10d._resolve_process_group(dist.GroupName(group))
-        return Place(current_world().adopt(named), "")
-    if group is None:
-        world = current_world()
-        return Place(world.group(range(world.size)), "")
-    return _of_sequence(group if isinstance(group, list | tuple | range) else (group,))
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+        return _axis(group[0], cast("int | str", group[1]))
+    return Place(_of_traced(current_world(), group) if is_dynamo_compiling() else _group(group), "")
 
 
 def _axis(mesh: DeviceMesh, axis: int | str) -> Place:
     index = mesh.axis(axis)
-    return Place(mesh.axis_group(index), mesh.axis_names[index])
+    traced = is_dynamo_compiling()
+    group = _axis_of_traced(current_world(), mesh, index) if traced else mesh.axis_group(index)
+    return Place(group, mesh.axis_names[index])
+
+
+# torch.compile runs these instead of tracing them: the groups that a region is the first to use are made meanwhile, and
+# what it compiles is good for this world only.
+
+
+def _of_traced(world: World, group: GroupLike) -> Group:
+    return _group(group)
+
+
+def _axis_of_traced(world: World, mesh: DeviceMesh, axis: int) -> Group:
+    return mesh.axis_group(axis)
+
+
+_of_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_axis_of_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _group(group: GroupLike) -> Group:
+    if isinstance(group, dist.ProcessGroup):
+        return current_world().adopt(group)
+    if isinstance(group, str):
+        named = torch._C._distributed_c10d._resolve_process_group(dist.GroupName(group))
+        return current_world().adopt(named)
+    if group is None:
+        world = current_world()
+        return world.group(range(world.size))
+    return _of_sequence(group if isinstance(group, list | tuple | range) else (group,))
 
 
 def _ambiguous(mesh: DeviceMesh) -> Place:
@@ -66,13 +91,11 @@ def _ambiguous(mesh: DeviceMesh) -> Place:
     )
 
 
-def _of_sequence(group: Sequence[object]) -> Place:
-    if len(group) == 2 and isinstance(group[0], DeviceMesh):
-        return _axis(group[0], cast("int | str", group[1]))
+def _of_sequence(group: Sequence[object]) -> Group:
     if group and all(isinstance(part, list | tuple) for part in group):
-        return Place(current_world().group(_own_part(cast("Sequence[Sequence[int]]", group))), "")
+        return current_world().group(_own_part(cast("Sequence[Sequence[int]]", group)))
     if group and all(isinstance(rank, int) for rank in group) and len(set(group)) == len(group):
-        return Place(current_world().group(cast("Sequence[int]", group)), "")
+        return current_world().group(cast("Sequence[int]", group))
     raise CollectiveError(
         message(
             "this is no group",

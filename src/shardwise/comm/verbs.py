@@ -1,12 +1,13 @@
 """What the functional collectives do: each linear collective beside its adjoint, started now or under autograd.
 
 A `Verb` packs its input, sends it over the wire, and says how what arrives is laid out. One autograd function serves
-them all, because the gradient of a verb is its adjoint, which is a verb too; so gradients of any order follow.
+them all, because the gradient of a verb is its adjoint, which is a verb too; so gradients of any order follow. Verbs of
+one kind can be started together, on several tensors that are sent at once; so are their gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any, TypeAlias, cast
@@ -35,6 +36,9 @@ class Verb:
     def send(self, packed: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def send_all(self, packed: list[Tensor]) -> list[Tensor]:
+        return [self.send(one) for one in packed]
+
     def lay(self, sent: Tensor) -> tuple[Tensor, Unpack]:
         return sent, None
 
@@ -51,6 +55,9 @@ class AllReduce(Verb):
 
     def send(self, packed: Tensor) -> Tensor:
         return wire.all_reduce(packed, self.op, self.group, axis=self.axis)
+
+    def send_all(self, packed: list[Tensor]) -> list[Tensor]:
+        return wire.all_reduce_coalesced(packed, self.op, self.group, axis=self.axis)
 
     def adjoint(self) -> Verb:
         return self
@@ -70,6 +77,9 @@ class Gather(Verb):
 
     def send(self, packed: Tensor) -> Tensor:
         return wire.all_gather(packed, self.group, axis=self.axis)
+
+    def send_all(self, packed: list[Tensor]) -> list[Tensor]:
+        return wire.all_gather_coalesced(packed, self.group, axis=self.axis)
 
     def lay(self, sent: Tensor) -> tuple[Tensor, Unpack]:
         size, dim = self.group.size, self.dim
@@ -100,6 +110,9 @@ class ReduceScatter(Verb):
 
     def send(self, packed: Tensor) -> Tensor:
         return wire.reduce_scatter(packed, self.op, self.group, axis=self.axis)
+
+    def send_all(self, packed: list[Tensor]) -> list[Tensor]:
+        return wire.reduce_scatter_coalesced(packed, self.op, self.group, axis=self.axis)
 
     def lay(self, sent: Tensor) -> tuple[Tensor, Unpack]:
         return sent.squeeze(0), None
@@ -184,6 +197,39 @@ class _Collective(torch.autograd.Function):
         return cast(Tensor, _Collective.apply(gradient, ctx.verb.adjoint(), False)), None, None  # type: ignore[no-untyped-call]
 
 
+class _Collectives(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, verbs: Sequence[Verb], pending: bool, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.verbs = verbs
+        results = _start_all(verbs, xs, pending)
+        return tuple(results if pending else [result.detach() for result in results])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        wanted = [(verb.adjoint(), one) for verb, one, need in zip(ctx.verbs, gradients, needed, strict=True) if need]
+        found = iter(_Collectives.apply([verb for verb, _ in wanted], False, *(one for _, one in wanted)))  # type: ignore[no-untyped-call]
+        return None, None, *(next(found) if need else None for need in needed)
+
+
+def carry_all(verbs: Sequence[Verb], xs: Sequence[Tensor]) -> list[Tensor]:
+    """`carry` verbs of one kind on several tensors, sending together all that have one dtype."""
+    xs = [x.wait() if isinstance(x, AsyncCollectiveTensor) else x for x in xs]
+    if any(map(differentiated, xs)):
+        return list(_Collectives.apply(verbs, not _traced(), *xs))  # type: ignore[no-untyped-call]
+    return _start_all(verbs, xs, not _traced())
+
+
+def _start_all(verbs: Sequence[Verb], xs: Sequence[Tensor], pending: bool) -> list[Tensor]:
+    results: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(x.dtype for x in xs):
+        places = [place for place, x in enumerate(xs) if x.dtype is dtype]
+        sent = verbs[places[0]].send_all([_packed(verbs[place], xs[place], pending) for place in places])
+        for place, one in zip(places, sent, strict=True):
+            results[place] = _laid(verbs[place], one, pending)
+    return [results[place] for place in range(len(xs))]
+
+
 def carry(verb: Verb, x: Tensor) -> Tensor:
     """Start ``verb`` on ``x``; the result is pending, except while a graph is traced. Gradients pass."""
     if isinstance(x, AsyncCollectiveTensor):
@@ -194,15 +240,20 @@ def carry(verb: Verb, x: Tensor) -> Tensor:
 
 
 def _start(verb: Verb, x: Tensor, pending: bool) -> Tensor:
+    return _laid(verb, verb.send(_packed(verb, x, pending)), pending)
+
+
+def _packed(verb: Verb, x: Tensor, pending: bool) -> Tensor:
     packed = verb.pack(x)
+    return _kept(packed, x) if pending and (verb.late or verb.group.size == 1) else packed
+
+
+def _laid(verb: Verb, sent: Tensor, pending: bool) -> Tensor:
     if not pending:
-        result, unpack = verb.lay(wire.wait(verb.send(packed)))
+        result, unpack = verb.lay(wire.wait(sent))
         if unpack is not None:
             unpack()
         return result
-    if verb.late or verb.group.size == 1:
-        packed = _kept(packed, x)
-    sent = verb.send(packed)
     result, unpack = verb.lay(sent)
     if unpack is not None:
         wire.unpacking(result, sent, unpack)

@@ -3,56 +3,45 @@
 Each verb starts a collective over a `Group` through torch's native ``_c10d_functional`` operators and returns a result
 that has not arrived yet: `wait` for it before it is read. Tensors are plain, autograd is not looked at, dim 0 is the
 one that is gathered, scattered and exchanged. A group of one rank sends nothing: the input itself is the result, and
-nobody is told.
+nobody is told. The ``_coalesced`` verbs send several tensors of one dtype at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import partial
 from math import prod
-from pathlib import Path
-from types import FrameType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PythonCallbackWork, _register_work
 from torch._ops import OpOverload
 
-from shardwise._value import value
+from shardwise.comm.guard import Guard, is_wanted
+from shardwise.comm.transmission import Transmission, user_frame, user_line
 from shardwise.mesh.world import Group, World, current_world
+
+__all__ = [
+    "Observer", "Transmission", "all_gather", "all_gather_coalesced", "all_reduce", "all_reduce_coalesced",
+    "all_to_all", "broadcast", "observing", "reduce_scatter", "reduce_scatter_coalesced", "unpacking", "user_frame",
+    "user_line", "wait", "watch",
+]  # fmt: skip
+
+T = TypeVar("T")
 
 _native = torch.ops._c10d_functional
 
-
-@value
-class Transmission:
-    """What one rank hands to the wire in one collective.
-
-    ``shape`` is that of the local input; ``bytes`` is what this rank sends in the ideal ring algorithm (to the whole
-    group for an exchange; the message itself for a broadcast); ``axis`` is the mesh axis, or "" if there is none.
-    """
-
-    op: str
-    axis: str
-    ranks: tuple[int, ...]
-    group_name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    reduce_op: str
-    bytes: int
-    backward: bool = False
-
-
 Observer = Callable[[Transmission], None]
-_observers: dict[World, tuple[Observer, ...]] = {}
+_observers: dict[World | None, tuple[Observer, ...]] = {None: (Guard(),)} if is_wanted() else {}  # None: of all worlds
 
 
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Call ``observer`` with each `Transmission` of the current world, just before it starts.
+
+    Not with those of a compiled region, which go to the wire without Python.
 
     >>> import torch
     >>> from shardwise.comm import wire
@@ -61,33 +50,53 @@ def observing(observer: Observer) -> Iterator[None]:
     ...     _ = wire.wait(wire.all_reduce(torch.ones(8), "sum", world.group(range(4))))
     all_reduce 48
     """
-    world = current_world()
-    _observers[world] = (*_observers.get(world, ()), observer)
+    stop = watch(observer)
     try:
         yield
     finally:
-        _forget(world, observer)
+        stop()
+
+
+def watch(observer: Observer) -> Callable[[], None]:
+    """Call ``observer`` as `observing` does, from now on until the function that is returned is called."""
+    world = current_world()
+    _observers[world] = (*_observers.get(world, ()), observer)
+    return partial(_forget, world, observer)
 
 
 def _forget(world: World, observer: Observer) -> None:
-    left = list(_observers[world])
-    left.reverse()
-    left.remove(observer)
-    left.reverse()
+    left = [*_observers.get(world, ())]
+    if observer in left:
+        del left[len(left) - 1 - left[::-1].index(observer)]
     if left:
         _observers[world] = tuple(left)
     else:
-        del _observers[world]
+        _observers.pop(world, None)
 
 
-def _tell(op: str, x: Tensor, group: Group, axis: str, reduce_op: str, sent: int) -> None:
-    watching = _observers.get(current_world())
-    if watching:
-        backward = torch._C._current_graph_task_id() != -1
-        ranks, name = group.ranks, group.name
-        transmission = Transmission(op, axis, ranks, name, tuple(x.shape), x.dtype, reduce_op, sent, backward)
-        for observer in watching:
-            observer(transmission)
+def _tell(
+    op: str,
+    xs: Sequence[Tensor],
+    group: Group,
+    axis: str,
+    reduce_op: str,
+    sent: int,
+    *,
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    terms: tuple[object, ...] = (),
+) -> None:
+    watching = (*_observers.get(current_world(), ()), *_observers.get(None, ()))
+    if not watching or torch.compiler.is_compiling():
+        return
+    shapes = tuple(tuple(x.shape) for x in xs)
+    shape = (sum(map(prod, shapes)),) if op.endswith("_coalesced") else shapes[0]
+    backward = torch._C._current_graph_task_id() != -1
+    told = Transmission(
+        op, axis, group.ranks, group.name, shape, xs[0].dtype, reduce_op, sent, backward, user_line(), splits,
+        terms or (shapes if op.endswith("_coalesced") else ()),
+    )  # fmt: skip
+    for observer in watching:
+        observer(told)
 
 
 def all_reduce(x: Tensor, reduce_op: str, group: Group, *, axis: str = "") -> Tensor:
@@ -95,18 +104,41 @@ def all_reduce(x: Tensor, reduce_op: str, group: Group, *, axis: str = "") -> Te
     if group.size == 1:
         return x
     if _observers:
-        _tell("all_reduce", x, group, axis, reduce_op, 2 * (group.size - 1) * x.nbytes // group.size)
+        _tell("all_reduce", [x], group, axis, reduce_op, 2 * (group.size - 1) * x.nbytes // group.size)
     return _call(_native.all_reduce.default, _plain(x), reduce_op, group.name)
+
+
+def all_reduce_coalesced(xs: Sequence[Tensor], reduce_op: str, group: Group, *, axis: str = "") -> list[Tensor]:
+    """`all_reduce` of several tensors of one dtype."""
+    if group.size == 1:
+        return list(xs)
+    if _observers:
+        sent = 2 * (group.size - 1) * sum(x.nbytes for x in xs) // group.size
+        _tell("all_reduce_coalesced", xs, group, axis, reduce_op, sent)
+    return _call(_native.all_reduce_coalesced.default, [_plain(x) for x in xs], reduce_op, group.name)
 
 
 def all_gather(x: Tensor, group: Group, *, axis: str = "") -> Tensor:
     """Join the equally large ``x`` of all ranks along dim 0; a scalar gives a vector."""
+    x = x if x.ndim else x.view(1)
     if group.size == 1:
-        return x if x.ndim else x.view(1)
+        return x
     if _observers:
-        _tell("all_gather", x, group, axis, "", (group.size - 1) * x.nbytes)
-    sent = _carried(_plain(x) if x.ndim else _plain(x).view(1))
+        _tell("all_gather", [x], group, axis, "", (group.size - 1) * x.nbytes)
+    sent = _carried(_plain(x))
     return _restored(_call(_native.all_gather_into_tensor.default, sent, group.size, group.name), x.dtype)
+
+
+def all_gather_coalesced(xs: Sequence[Tensor], group: Group, *, axis: str = "") -> list[Tensor]:
+    """`all_gather` of several tensors of one dtype."""
+    xs = [x if x.ndim else x.view(1) for x in xs]
+    if group.size == 1:
+        return xs
+    if _observers:
+        _tell("all_gather_coalesced", xs, group, axis, "", (group.size - 1) * sum(x.nbytes for x in xs))
+    sent = [_carried(_plain(x)) for x in xs]
+    gathered = _call(_native.all_gather_into_tensor_coalesced.default, sent, group.size, group.name)
+    return [_restored(one, xs[0].dtype) for one in gathered]
 
 
 def reduce_scatter(x: Tensor, reduce_op: str, group: Group, *, axis: str = "") -> Tensor:
@@ -114,8 +146,19 @@ def reduce_scatter(x: Tensor, reduce_op: str, group: Group, *, axis: str = "") -
     if group.size == 1:
         return x
     if _observers:
-        _tell("reduce_scatter", x, group, axis, reduce_op, (group.size - 1) * x.nbytes // group.size)
+        _tell("reduce_scatter", [x], group, axis, reduce_op, (group.size - 1) * x.nbytes // group.size)
     return _call(_native.reduce_scatter_tensor.default, _plain(x), reduce_op, group.size, group.name)
+
+
+def reduce_scatter_coalesced(xs: Sequence[Tensor], reduce_op: str, group: Group, *, axis: str = "") -> list[Tensor]:
+    """`reduce_scatter` of several tensors of one dtype."""
+    if group.size == 1:
+        return list(xs)
+    if _observers:
+        sent = (group.size - 1) * sum(x.nbytes for x in xs) // group.size
+        _tell("reduce_scatter_coalesced", xs, group, axis, reduce_op, sent)
+    native = _native.reduce_scatter_tensor_coalesced.default
+    return _call(native, [_plain(x) for x in xs], reduce_op, group.size, group.name)
 
 
 def all_to_all(
@@ -126,7 +169,8 @@ def all_to_all(
         return x
     if _observers:
         rows = sum(input_splits) - input_splits[group.index]
-        _tell("all_to_all", x, group, axis, "", rows * prod(x.shape[1:]) * x.element_size())
+        splits = tuple(input_splits), tuple(output_splits)
+        _tell("all_to_all", [x], group, axis, "", rows * prod(x.shape[1:]) * x.element_size(), splits=splits)
     sent = _carried(_plain(x))
     return _restored(_call(_native.all_to_all_single.default, sent, output_splits, input_splits, group.name), x.dtype)
 
@@ -136,7 +180,7 @@ def broadcast(x: Tensor, source: int, group: Group, *, axis: str = "") -> Tensor
     if group.size == 1:
         return x
     if _observers:
-        _tell("broadcast", x, group, axis, "", x.nbytes)
+        _tell("broadcast", [x], group, axis, "", x.nbytes, terms=(source,))
     return _restored(_call(_native.broadcast.default, _carried(_plain(x)), source, group.name), x.dtype)
 
 
@@ -145,7 +189,7 @@ def wait(x: Tensor) -> Tensor:
     return _call(_native.wait_tensor.default, x)
 
 
-def _call(native: OpOverload[..., Tensor], *args: object) -> Tensor:
+def _call(native: OpOverload[..., T], *args: object) -> T:
     if torch.compiler.is_compiling():
         return native(*args)
     with torch._C._AutoDispatchBelowAutograd():  # these operators' own gradient is slow to pass by, and not ours
@@ -180,26 +224,3 @@ def _carried(x: Tensor) -> Tensor:
 
 def _restored(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if dtype in _CARRIED else x.view(dtype).squeeze(-1)
-
-
-def user_frame() -> FrameType | None:
-    """The innermost frame of this thread that is the user's: outside shardwise, torch and Python's own plumbing."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _ours(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
-def user_line() -> str:
-    """Where the user's code stands, as ``file:line``, or ``""`` if nothing of it is on this thread's stack."""
-    frame = user_frame()
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-@cache
-def _ours(filename: str) -> bool:
-    packages = (Path(__file__).parents[1], Path(torch.__file__).parent)
-    plumbing = (contextlib.__file__, sys.modules["threading"].__file__, sys.modules["functools"].__file__)
-    if filename.startswith(("<eval_with_key>", "<frozen ", "<@")) or filename in plumbing:
-        return True
-    return any(package in Path(filename).parents for package in packages)

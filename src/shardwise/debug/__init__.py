@@ -2,6 +2,7 @@
 
 from shardwise._faces import expose
 from shardwise.debug.explain import explain, explanation
+from shardwise.debug.guard import guard
 from shardwise.debug.picture import sharding_picture, visualize_sharding
 from shardwise.debug.trace import CommCounts, CommDebugMode, Traffic, traffic_table
 
@@ -11,6 +12,7 @@ __all__ = [
     "Traffic",
     "explain",
     "explanation",
+    "guard",
     "sharding_picture",
     "traffic_table",
     "visualize_sharding",

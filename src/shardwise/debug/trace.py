@@ -21,7 +21,9 @@ Packet = torch._ops.OpOverloadPacket
 
 NATIVE = {
     "all_gather": "all_gather_into_tensor",
+    "all_gather_coalesced": "all_gather_into_tensor_coalesced",
     "reduce_scatter": "reduce_scatter_tensor",
+    "reduce_scatter_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all": "all_to_all_single",
 }
 

@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 
 from shardwise._value import derived, value
 from shardwise.errors import AxisError, AxisNameError, MeshError, NotInMeshError, message
@@ -202,6 +203,9 @@ class DeviceMesh(Axes):
         DeviceMesh('cpu', pp=2, tp=2) [[0, 1], [4, 5]]
         """
         asked = tuple(mesh_dim_names) if isinstance(mesh_dim_names, list) else mesh_dim_names
+        if is_dynamo_compiling():
+            _slice_ahead(current_world(), self, asked)
+            return cast(DeviceMesh, getattr(self, f"traced {asked}"))
         found = self._cuts.get(asked)
         return self._slice(asked) if found is None else found
 
@@ -371,6 +375,9 @@ class DeviceMesh(Axes):
 
     def _seat(self) -> Seat:
         world = current_world()
+        return _seat_of_traced(world, self) if is_dynamo_compiling() else self._seat_in(world)
+
+    def _seat_in(self, world: World) -> Seat:
         found = seats(world).get(self)
         return seats(world).setdefault(self, self._take_seat(world)) if found is None else found
 
@@ -564,3 +571,18 @@ def current_mesh() -> DeviceMesh | None:
     """The mesh of the innermost ``with mesh:`` of this thread, None outside of any."""
     stack: tuple[DeviceMesh, ...] | None = current_world().memory.get((DeviceMesh, threading.get_ident()))
     return stack[-1] if stack else None
+
+
+# torch.compile runs these instead of tracing them; what it compiles is good for this world only.
+
+
+def _seat_of_traced(world: World, mesh: DeviceMesh) -> Seat:
+    return mesh._seat_in(world)
+
+
+def _slice_ahead(world: World, mesh: DeviceMesh, asked: str | tuple[str, ...]) -> None:
+    mesh.__dict__[f"traced {asked}"] = mesh[asked]
+
+
+_seat_of_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_slice_ahead._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,8 +1,9 @@
 """The exchange of claims over the store that the processes of `torch.distributed` share.
 
 A store has no collectives that could hang, so whoever waits can always say for whom. A *round* is the n-th time that a
-set of ranks makes a mesh together. Each rank leaves a few short entries; the last one to come, or the first whose time
-is up, writes the one verdict that all others read. Only where that fails does anybody read what each rank has left.
+set of ranks makes a mesh (or whatever the exchange is for) together. Each rank leaves a few short entries; the last one
+to come, or the first whose time is up, writes the one verdict that all others read. Only where that fails does anybody
+read what each rank has left.
 """
 
 from __future__ import annotations
@@ -39,29 +40,46 @@ class _Other(NamedTuple):
 
 
 class StoreExchange:
-    """Brings together the claims of processes; a rank's rounds are counted for each set of ranks."""
+    """Brings together the claims of processes; a rank's rounds are counted for each set of ranks.
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store = PrefixStore("shardwise/mesh", store)
+    ``subject`` says what the claims are about. An exchange for many rounds is made with ``sweeps``: then what a round
+    has left in the store goes two rounds later.
+    """
+
+    def __init__(self, store: Store, rank: int, subject: str = "mesh", *, sweeps: bool = False) -> None:
+        self._store = PrefixStore(f"shardwise/{subject}", store)
         self._rank = rank
+        self._subject = subject
         self._rounds: dict[str, int] = {}
+        self._left: dict[str, list[_Round]] | None = {} if sweeps else None
         self._lock = threading.Lock()
 
     def __call__(self, claim: Claim, timeout: float) -> Claims:
         name = digest(claim.ranks)
         with self._lock:
             number = self._rounds[name] = self._rounds.get(name, -1) + 1
+        entered = _Round(self._store, f"{name}.{number}", self._rank, claim)
         try:
-            return _Round(self._store, f"{name}.{number}", self._rank, claim).meet(timeout)
+            claims = entered.meet(timeout)
+            if self._left is not None:
+                self._sweep(self._left.setdefault(name, []), entered, claims)
+            return claims
         except dist.DistError as error:
             raise CollectiveError(
                 message(
-                    "the store of torch.distributed cannot be reached to agree on a mesh",
+                    f"the store of torch.distributed cannot be reached to agree on a {self._subject}",
                     asked=claim.text,
                     got=error,
                     do="see whether the process that holds it (rank 0, or the launcher) still runs",
                 )
             ) from error
+
+    def _sweep(self, left: list[_Round], entered: _Round, claims: Claims) -> None:
+        # All ranks have come to this round, if it ended well: so they have read what the round before has left.
+        if len(claims.made) == 1 and not claims.absent:
+            while left:
+                left.pop().forget()
+            left.append(entered)
 
 
 class _Round:
@@ -104,6 +122,14 @@ class _Round:
             same = store.add(f"{key}/said/{claim.digest}", 0) == come
             self._decide(claim if same else self._late(), [key])
         return come == 1
+
+    def forget(self) -> None:
+        """Take out of the store what this rank has left there, and what all have left together."""
+        keys = [f"rank/{self.rank}"]
+        if self.rank == self.claim.ranks[0]:
+            keys += [f"said/{self.claim.digest}", f"text/{self.claim.digest}", "come", "decided", "verdict"]
+        for key in keys:
+            self.store.delete_key(f"{self.key}/{key}")
 
     def _decide(self, verdict: Claim | Claims, keys: Sequence[str]) -> None:
         agreed = isinstance(verdict, Claim)

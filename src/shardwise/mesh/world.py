@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 from torch.distributed import distributed_c10d as c10d
 
 from shardwise.errors import NotInMeshError, WorldError, message
@@ -209,11 +210,21 @@ def use_world(world: World) -> Iterator[World]:
 
 
 def _process_world() -> World:
+    if is_dynamo_compiling():
+        _make_process_world()
     default = dist.group.WORLD
     if _process and _process[0][0] is default:
         return _process[0][1]
     with _process_lock:
         return _find_process_world()
+
+
+def _make_process_world() -> None:
+    with _process_lock:
+        _find_process_world()
+
+
+_make_process_world._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run by torch.compile, not traced
 
 
 def _find_process_world() -> World:
