@@ -58,6 +58,7 @@ LAYERS = [
         "rules.creation",
         "rules.foreach",
         "rules.reduction",
+        "rules.gathered",
     ],
     ["rules.table"],
     ["rules.checker"],

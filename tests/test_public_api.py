@@ -45,6 +45,7 @@ FACES = {
         # rules
         "register_rule",
         "register_sharding",
+        "replicate_unknown",
         "unregister_rule",
         # errors
         "AxisError",

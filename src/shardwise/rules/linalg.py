@@ -78,6 +78,8 @@ FACTORINGS: dict[str, Meaning] = {
     "lu_unpack": lu_unpack,
     "linalg_qr": qr,
     "geqrf": f"f({MATRIX}) -> {MATRIX}, ... [k]",
+    "ormqr": f"f({MATRIX}, ... [k], ... [x] [y]) -> ... [x] [y]",
+    "linalg_pinv.atol_rtol_tensor": f"f({MATRIX}, ..., ...) -> ... [n] [m]",
     "linalg_householder_product": f"f({MATRIX}, ... [k]) -> {MATRIX}",
 }
 

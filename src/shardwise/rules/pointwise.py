@@ -13,13 +13,14 @@ import torch
 from shardwise.rules.rule import Rule
 from shardwise.sharding.spec import TensorMeta
 
+aten = torch.ops.aten
 Number = bool | int | float | complex
 Meaning = Callable[..., "str | Rule"]
 
 SAME = "clone alias detach lift positive alias_copy detach_copy"
 LINEAR_AND_RISING = "deg2rad rad2deg"
 LINEAR_AND_FALLING = "neg"
-LINEAR = "_conj _conj_physical conj_physical _neg_view zero"
+LINEAR = "_conj_physical conj_physical zero"
 RISING = (
     "relu exp exp2 expm1 sigmoid tanh ceil floor round trunc sign erf atan sinh asinh hardsigmoid special_log_ndtr "
     "round.decimals"
@@ -137,6 +138,9 @@ RULES: dict[str, str | Meaning | Rule] = {
     **each(FALLING, "down(...) -> ..."),
     **each(LINEAR_IN_THE_FIRST, "... / ... -> ..."),
     **each(OPAQUE_OF_TWO, "f(..., ...) -> ..."),
+    # Lazy conjugates and negatives are known by a bit that only the kernels of plain tensors see.
+    "_conj": Rule("... -> ...", local=lambda call, placing: aten._conj_physical.default),
+    "_neg_view": Rule("... -> ...", local=lambda call, placing: aten.neg.default),
     "hardswish": "f(...) -> ...",
     "floor_divide.Scalar": "f(...) -> ...",
     "_to_copy": cast,

@@ -84,6 +84,8 @@ class Rule:
                  arguments in schema order: where there is no meaning, or where every strategy would have to communicate
     ``out``      how many of the last operands are what the outputs are written to: they lie as the outputs do
     ``in_place`` the first output is operand 0 written over: the two lie alike
+    ``measured`` what comes out is known only once it is there (how many elements are not zero, say): every operand is
+                 whole, and so is every result, whose shape is measured
     """
 
     meaning: str | Strategies | Callable[..., str | Strategies | Rule] = ""
@@ -94,6 +96,7 @@ class Rule:
     expand: Callable[..., object] | None = None
     out: int = 0
     in_place: bool = False
+    measured: bool = False
 
 
 @dataclass(slots=True)
@@ -205,12 +208,13 @@ def _is_integer(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool
 
 
-def called(op: torch._ops.OpOverload) -> Callable[..., object]:
-    """``op``, to be called with all of its arguments in schema order."""
+def called(op: torch._ops.OpOverload, by: Callable[..., object] | None = None) -> Callable[..., object]:
+    """``op``, or ``by`` in its place, to be called with all of the arguments of ``op`` in schema order."""
+    run_it = by or op
     positional = sum(not argument.kwarg_only for argument in op._schema.arguments)
     names = [argument.name for argument in op._schema.arguments[positional:]]
 
     def run(*args: object) -> object:
-        return op(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
+        return run_it(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
 
     return run

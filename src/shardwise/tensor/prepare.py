@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import InplaceError, MixedTensorError, PlacementError, message
+from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import current_world
 from shardwise.redistribute.steps import Step
 from shardwise.rules.foreach import foreach_base, foreach_entries, foreach_position
@@ -34,6 +35,8 @@ class Ready:
 
     ``wraps`` is the spec of the result where that is one tensor, nothing moves and nothing is written: the quick way,
     with ``tail`` after the arguments.
+    Where ``measured`` is a mesh, the results are whole on it, of whatever shape they come. A plan that does not last is
+    made anew for each call.
     ``expand`` and ``each`` stand in place of all the rest: the operator in terms of others, or entry by entry.
     """
 
@@ -46,6 +49,8 @@ class Ready:
     expand: Callable[..., Any] | None = None
     each: bool = False
     wraps: Spec | None = None
+    measured: DeviceMesh | None = None
+    lasts: bool = True
     tail: tuple[Any, ...] = ()
 
 
@@ -88,6 +93,8 @@ def _decompose(op: Op, traits: Signature) -> Callable[..., Any]:
 
 
 def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, args: Args, kwargs: Kwargs) -> Ready:
+    if plan.measured:
+        return _ready_to_measure(plan, traits, places, asked)
     if plan.expand is not None:
         return Ready(plan.local, (), (), traits.returns, expand=plan.expand)
     written = tuple(place for place in places if _position(place, traits) in traits.written)
@@ -99,6 +106,16 @@ def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, a
     wraps = plan.outputs[0] if traits.returns == "tensor" and in_order and not (moves or written) else None
     tail = traits.defaults[len(args) :] if plan.normalized else ()
     return Ready(local, moves, plan.outputs, traits.returns, written, plan.normalized, wraps=wraps, tail=tail)
+
+
+def _ready_to_measure(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked) -> Ready:
+    written = tuple(place for place in places if _position(place, traits) in traits.written)
+    moves = tuple((places[move.operand], move.source, move.steps) for move in plan.moves)
+    local = plan.local
+    if asked.coordinate is None:
+        empty = tuple(torch.empty(0) for _ in asked.op._schema.returns)
+        local, moves = lambda *_, **__: empty[0] if traits.returns == "tensor" else empty, ()
+    return Ready(local, moves, (), traits.returns, written, measured=asked.mesh, lasts=plan.lasts)
 
 
 def _position(place: Place, traits: Signature) -> int:
@@ -151,7 +168,7 @@ def _spec_of(operand: Any, kind: Any, mesh: Any, op: Op) -> Spec | None:
     if isinstance(operand, kind):
         spec: Spec = operand._spec
         return spec
-    if operand.ndim == 0 or current_world().memory.get("implicit replication"):
+    if operand.numel() == 1 or is_replicated():
         return Spec(mesh, (Replicate(),) * mesh.ndim, TensorMeta.of(operand))
     raise MixedTensorError(
         message(
@@ -160,6 +177,17 @@ def _spec_of(operand: Any, kind: Any, mesh: Any, op: Op) -> Spec | None:
             do="distribute_tensor(plain, mesh, [Replicate()]) first, or run it under shardwise.implicit_replication()",
         )
     )
+
+
+def is_replicated() -> bool:
+    """Whether plain tensors beside distributed ones are the same on every rank.
+
+    Users may have said so; and what torch's own formulas for gradients make beside them, they make on every rank.
+    """
+    if current_world().memory.get("implicit replication"):
+        return True
+    node = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def _metas(argument: Any, kind: Any) -> Any:
@@ -198,6 +226,11 @@ def _check_written(asked: Asked, plan: OpPlan, traits: Signature) -> None:
             )
 
 
+def _stands_apart(ready: Ready) -> bool:
+    """Whether what is ready for an entry is more than the kernel, so that a list of entries cannot be one call."""
+    return ready.expand is not None or ready.normalized or ready.each or ready.measured is not None
+
+
 def _prepare_foreach(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., Ready]) -> Ready:
     base, traits = foreach_base(op), signature(op)
     entries = foreach_entries(op, args, kwargs)
@@ -205,7 +238,7 @@ def _prepare_foreach(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Calla
         known(base, own, named) if any(isinstance(item, kind) for item in (*own, *named.values())) else None
         for own, named in entries
     ]
-    if any(ready is not None and (ready.expand is not None or ready.normalized) for ready in each):
+    if any(ready is not None and _stands_apart(ready) for ready in each):
         return Ready(op, (), (), traits.returns, each=True)
     moves: list[tuple[Place, Spec, tuple[Step, ...]]] = []
     outputs: list[Spec | None] = []
