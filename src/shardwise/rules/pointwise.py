@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from shardwise.rules.rule import Rule
+from shardwise.rules.rule import Call, Placing, Rule, called
 from shardwise.sharding.spec import TensorMeta
 
 aten = torch.ops.aten
@@ -51,19 +51,29 @@ def _sign(number: Number) -> int:
     return 1 if number > 0 else -1
 
 
-def shifted(_x: TensorMeta, _number: Number, _alpha: Number = 1) -> str:
-    return "up(...) -> ..."
+def once(call: Call, placing: Placing) -> Callable[..., object]:
+    """A number is added to a pending sum by one rank: for the others it is 0."""
+    run = called(call.op)
+    if placing.adds():
+        return run
+    at, number = next((at, item) for at, item in enumerate(call.args[1:], start=1) if isinstance(item, Number))
+    zero = type(number)(0)
+    return lambda *args: run(*args[:at], zero, *args[at + 1 :])
 
 
-def added(x: object, other: object, _alpha: Number = 1) -> str:
+def shifted(_x: TensorMeta, _number: Number, _alpha: Number = 1) -> Rule:
+    return Rule("+(...) -> ...", local=once)
+
+
+def added(x: object, other: object, _alpha: Number = 1) -> str | Rule:
     """``x + alpha * other``: a number in the place of a tensor only shifts the other."""
     if isinstance(other, TensorMeta):
         return "... + ... -> ..." if isinstance(x, TensorMeta) else "f(..., ...) -> ..."
-    return "up(..., ...) -> ..."
+    return Rule("+(... / ...) -> ...", local=once)
 
 
-def subtracted_from(_x: TensorMeta, _number: Number, alpha: Number = 1) -> str:
-    return {1: "down(...) -> ...", -1: "up(...) -> ..."}.get(_sign(alpha), "f(...) -> ...")
+def subtracted_from(_x: TensorMeta, _number: Number, alpha: Number = 1) -> Rule:
+    return Rule({1: "-(...) -> ...", -1: "+(...) -> ..."}.get(_sign(alpha), "... -> ..."), local=once)
 
 
 def divided(_x: object, _other: object, rounding_mode: str | None = None) -> str:
@@ -85,8 +95,8 @@ def copied(x: TensorMeta, source: TensorMeta, *_rest: object) -> str:
     return "same(..., ...) -> ..." if x.dtype is source.dtype else "... + ... -> ..."
 
 
-def filled(_x: TensorMeta, value: Number) -> str:
-    return "... -> ..." if value == 0 else "f(...) -> ..."
+def filled(_x: TensorMeta, value: Number) -> str | Rule:
+    return "... -> ..." if value == 0 else Rule("... -> ...", local=once)
 
 
 def chosen(condition: TensorMeta, _yes: object, _no: object) -> str:
@@ -94,8 +104,8 @@ def chosen(condition: TensorMeta, _yes: object, _no: object) -> str:
     return "... * ... + ... -> ..." if condition.dtype is torch.bool else "f(..., ..., ...) -> ..."
 
 
-def masked(_x: TensorMeta, _mask: TensorMeta, value: Number) -> str:
-    return "... * ... -> ..." if value == 0 else "f(..., ...) -> ..."
+def masked(_x: TensorMeta, _mask: TensorMeta, value: Number) -> str | Rule:
+    return "... * ... -> ..." if value == 0 else Rule("... * ... -> ...", local=once)
 
 
 def clamped(_x: TensorMeta, *_bounds: object) -> str:

@@ -67,6 +67,14 @@ class Placing:
         return spec is not None and any(isinstance(role, Partial) for role in spec.placements)
 
 
+    def adds(self, index: int = 0) -> bool:
+        """Whether this rank is the one that adds to an output what is to be in a pending sum once."""
+        spec = self.outputs[index]
+        assert spec is not None, index
+        roles = zip(spec.placements, self.coordinate, strict=True)
+        return all(place == 0 for role, place in roles if isinstance(role, Partial) and role.reduce_op == "sum")
+
+
 Local = Callable[[Call, Placing], Callable[..., object]]
 
 

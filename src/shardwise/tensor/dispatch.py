@@ -161,10 +161,14 @@ def _run(
         return run_each(op, args, kwargs, ready)
     for place, source, steps in ready.moves:
         _replace(local_args, local_kwargs, place, source, steps)
+    if ready.relabels:  # the local tensor may be known elsewhere, and keeps its shape there
+        local_args[0] = local_args[0].view_as(local_args[0])
     if ready.normalized and local_kwargs:
         result = ready.local(*in_schema_order(op, tuple(local_args), local_kwargs))
     else:
         result = ready.local(*local_args, *ready.tail, **local_kwargs)
+    if ready.relabels:
+        return _relabelled(op, args, kwargs, result, ready)
     return wrapped(kind, ready, result, args, kwargs)
 
 
@@ -203,6 +207,15 @@ def _measured(kind: Any, mesh: DeviceMesh, result: Any) -> Any:
         made = [_measured(kind, mesh, item) for item in result]
         return made if isinstance(result, list) else tuple(made)
     return result
+
+
+def _relabelled(op: Op, args: Args, kwargs: Kwargs, result: torch.Tensor, ready: Ready) -> Any:
+    """The first argument, which has another shape from now on."""
+    target = args[0]
+    target._local_tensor, target._spec = result, ready.outputs[0]
+    with torch._C._DisableTorchDispatch():  # the tensor itself knows its shape, and has no elements
+        op(*args, **kwargs)
+    return target
 
 
 def _at(args: Args, kwargs: Kwargs, place: Place) -> Any:

@@ -50,6 +50,7 @@ class Ready:
     each: bool = False
     wraps: Spec | None = None
     measured: DeviceMesh | None = None
+    relabels: bool = False
     lasts: bool = True
     tail: tuple[Any, ...] = ()
 
@@ -64,7 +65,8 @@ def prepare(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., 
     places = list(places_of(op, traits, args, kwargs))
     asked = ask(kind, op, args, kwargs, places)
     plan = plan_random(asked) if draws(asked) else propagate(asked)
-    _check_written(asked, plan, traits)
+    if not traits.relabels:
+        _check_written(asked, plan, traits)
     return _ready(plan, traits, places, asked, args, kwargs)
 
 
@@ -105,7 +107,17 @@ def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, a
     in_order = not (plan.normalized and kwargs)
     wraps = plan.outputs[0] if traits.returns == "tensor" and in_order and not (moves or written) else None
     tail = traits.defaults[len(args) :] if plan.normalized else ()
-    return Ready(local, moves, plan.outputs, traits.returns, written, plan.normalized, wraps=wraps, tail=tail)
+    return Ready(
+        local,
+        moves,
+        plan.outputs,
+        traits.returns,
+        written,
+        plan.normalized,
+        wraps=wraps,
+        relabels=traits.relabels,
+        tail=tail,
+    )
 
 
 def _ready_to_measure(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked) -> Ready:

@@ -20,7 +20,7 @@ from shardwise.redistribute.steps import Step
 from shardwise.rules.equation import Sizes, Strategy
 from shardwise.rules.rule import Call, Choices, Placing, Rule, choices, resolve
 from shardwise.rules.table import lookup, make_call
-from shardwise.sharding.placement import Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.sharding.placement import Cut, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta
 from shardwise.tensor.metas import Metas, output_metas
 from shardwise.tensor.signature import Signature, signature
@@ -180,6 +180,8 @@ def _choose(
     asked: Asked, traits: Signature, call: Call, ways: Choices, rule: Rule, whole: bool
 ) -> list[Strategy] | None:
     written, viewed = _operands_at(call, asked, traits.written), _operands_at(call, asked, traits.viewed)
+    if traits.relabels:
+        written, viewed = (), (0,)
     chosen: list[Strategy] = []
     current = list(asked.specs)
     sizes = ways.sizes
@@ -274,9 +276,9 @@ def _moves_nothing(strategy: Strategy, current: Specs, axis: int) -> bool:
 
 def _cheapest(allowed: list[Chosen], current: Specs, axis: int, viewed: tuple[int, ...]) -> Chosen | None:
     best, least = None, float("inf")
-    for way in allowed:
-        if not _reachable(way[1], current, axis):
-            continue
+    # What is written to a pending tensor may have to become pending itself.
+    reachable = [way for way in allowed if _reachable(way[1], current, axis)]
+    for way in reachable or [way for way in allowed if _reachable(way[1], current, axis, from_cuts=True)]:
         costs = [
             0.0
             if spec is None or role is None or spec.placements[axis] is role
@@ -288,13 +290,14 @@ def _cheapest(allowed: list[Chosen], current: Specs, axis: int, viewed: tuple[in
     return best
 
 
-def _reachable(strategy: Strategy, current: Specs, axis: int) -> bool:
-    # A pending result is made of a whole tensor only: to make one of shards, or of another reduction, gains nothing.
+def _reachable(strategy: Strategy, current: Specs, axis: int, *, from_cuts: bool = False) -> bool:
+    # A pending result is made of a whole tensor: to make one of shards gains nothing, of another reduction cannot be.
     return all(
         spec is None
         or not isinstance(role, Partial)
         or spec.placements[axis] is role
         or spec.placements[axis].is_replicate()
+        or (from_cuts and isinstance(spec.placements[axis], Cut))
         for spec, role in zip(current, strategy.inputs, strict=True)
     )
 
