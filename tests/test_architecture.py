@@ -43,6 +43,7 @@ LAYERS = [
     ["rules.pattern"],
     ["rules.rule"],
     ["rules.empty"],
+    ["rules.parts"],
     [
         "rules.pointwise",
         "rules.algebra",
@@ -59,6 +60,7 @@ LAYERS = [
         "rules.foreach",
         "rules.reduction",
         "rules.gathered",
+        "rules.search",
     ],
     ["rules.table"],
     ["rules.checker"],

@@ -66,7 +66,6 @@ class Placing:
         spec = self.outputs[index]
         return spec is not None and any(isinstance(role, Partial) for role in spec.placements)
 
-
     def adds(self, index: int = 0) -> bool:
         """Whether this rank is the one that adds to an output what is to be in a pending sum once."""
         spec = self.outputs[index]

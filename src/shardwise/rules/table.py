@@ -30,6 +30,7 @@ from shardwise.rules import (
     nn,
     norms,
     pointwise,
+    search,
     shape,
     views,
 )
@@ -42,7 +43,22 @@ __all__ = ["foreach_base", "foreach_entries", "lookup", "make_call", "register_r
 
 FAMILIES: Sequence[Mapping[str, object]] = tuple(
     family.RULES
-    for family in (pointwise, algebra, views, shape, indexing, nn, norms, attention, losses, linalg, creation, answers, gathered)
+    for family in (
+        pointwise,
+        algebra,
+        views,
+        shape,
+        indexing,
+        nn,
+        norms,
+        attention,
+        losses,
+        linalg,
+        creation,
+        answers,
+        gathered,
+        search,
+    )
 )
 
 _user_rules: dict[str, Rule] = {}

@@ -19,7 +19,16 @@ from shardwise.rules.foreach import foreach_base, foreach_entries
 from shardwise.rules.table import void_when_rules_change
 from shardwise.sharding.placement import Replicate
 from shardwise.sharding.spec import Spec, TensorMeta
-from shardwise.tensor.prepare import Args, Kwargs, Place, Ready, in_schema_order, is_replicated, prepare, reads_no_numbers
+from shardwise.tensor.prepare import (
+    Args,
+    Kwargs,
+    Place,
+    Ready,
+    in_schema_order,
+    is_replicated,
+    prepare,
+    reads_no_numbers,
+)
 from shardwise.tensor.propagate import Op
 
 # How many plans a rank remembers; with SHARDWISE_CACHE=0 in the environment, none.
