@@ -60,6 +60,7 @@ LAYERS = [
         "rules.foreach",
         "rules.reduction",
         "rules.gathered",
+        "rules.lists",
         "rules.search",
     ],
     ["rules.table"],

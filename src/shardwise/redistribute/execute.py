@@ -103,7 +103,7 @@ def _start(step: Step, spec: Spec, local: Tensor, coordinate: tuple[int, ...]) -
     group = spec.mesh.axis_group(step.axis)
     match step:
         case AllReduce():
-            return Sent(wire.all_reduce(local, step.reduce_op, group, axis=step.name))
+            return _all_reduce(step, local, group)
         case AllGather():
             return _all_gather(step, spec.size_before(step.axis, coordinate), local, group)
         case ReduceScatter():
@@ -126,6 +126,34 @@ def _make_partial(step: MakePartial, local: Tensor, coordinate: tuple[int, ...])
     return torch.ones_like(local) if step.reduce_op == "product" else torch.zeros_like(local)
 
 
+def _all_reduce(step: AllReduce, local: Tensor, group: Group) -> Sent:
+    if not _compares(step.reduce_op, local.dtype):
+        return Sent(wire.all_reduce(local, step.reduce_op, group, axis=step.name))
+    ranked = wire.all_reduce(_ranked(local, step.reduce_op), step.reduce_op, group, axis=step.name)
+    return Sent(ranked, lambda arrived: _unranked(arrived, local.dtype))
+
+
+# Backends lose what is not a number when they compare. As integers in the same order, such numbers stand beyond the
+# infinities: the bits of a float rank it among those of its sign, and those of a negative one the other way round.
+_RANKS = {torch.float64: torch.int64}
+
+
+def _compares(reduce_op: str, dtype: torch.dtype) -> bool:
+    return reduce_op in ("max", "min") and dtype.is_floating_point
+
+
+def _ranked(local: Tensor, reduce_op: str) -> Tensor:
+    wide = local if local.dtype is torch.float64 else local.float()
+    spoilt = torch.full((), torch.nan if reduce_op == "max" else -torch.nan, dtype=wide.dtype, device=wide.device)
+    bits = torch.where(wide.isnan(), spoilt, wide).view(_RANKS.get(wide.dtype, torch.int32))
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
+
+
+def _unranked(ranks: Tensor, dtype: torch.dtype) -> Tensor:
+    bits = torch.where(ranks < 0, ranks ^ torch.iinfo(ranks.dtype).max, ranks)
+    return bits.view(torch.float64 if dtype is torch.float64 else torch.float32).to(dtype)
+
+
 def _all_gather(step: AllGather, size: int, local: Tensor, group: Group) -> Sent:
     """Gather the parts of a dim that is ``size`` long when whole."""
     cut, parts = step.cut, group.size
@@ -144,6 +172,10 @@ def _reduce_scatter(step: ReduceScatter, local: Tensor, group: Group) -> Sent:
     cut, parts = step.cut, group.size
     sizes = local_sizes(cut, local.shape[cut.dim], parts)
     own, widest = sizes[group.index], max(sizes)
+    if _compares(step.reduce_op, local.dtype):
+        ranks = _deal(_ranked(local, step.reduce_op), cut, parts, widest)
+        part = wire.reduce_scatter(ranks, step.reduce_op, group, axis=step.name)
+        return Sent(part, lambda arrived: _unranked(_trim(arrived, cut.dim, own), local.dtype))
     reduced = wire.reduce_scatter(_deal(local, cut, parts, widest), step.reduce_op, group, axis=step.name)
     return Sent(reduced) if own == widest else Sent(reduced, lambda part: _trim(part, cut.dim, own))
 

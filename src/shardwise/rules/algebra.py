@@ -113,16 +113,18 @@ def deviation(x: TensorMeta, dims: Dims = None, correction: object = None, keepd
     return Rule(whole(x, dims, keepdim), expand=lambda *args: sum_of_squares(*args).sqrt())
 
 
-def with_mean(x: TensorMeta, dims: Dims = None, correction: object = None, keepdim: bool = False) -> Rule:
-    def both(x: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
-        return sum_of_squares(x, *args), _mean(x, dims, keepdim)
+def with_mean(x: TensorMeta, dims: Dims = None, correction: float | None = None, keepdim: bool = False) -> Rule:
+    def both(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return sum_of_squares(x, dims, correction, keepdim), _mean(x, dims, keepdim)
 
     return Rule(whole(x, dims, keepdim, outputs=2), expand=both)
 
 
-def deviation_with_mean(x: TensorMeta, dims: Dims = None, correction: object = None, keepdim: bool = False) -> Rule:
-    def both(x: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
-        return sum_of_squares(x, *args).sqrt(), _mean(x, dims, keepdim)
+def deviation_with_mean(
+    x: TensorMeta, dims: Dims = None, correction: float | None = None, keepdim: bool = False
+) -> Rule:
+    def both(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return sum_of_squares(x, dims, correction, keepdim).sqrt(), _mean(x, dims, keepdim)
 
     return Rule(whole(x, dims, keepdim, outputs=2), expand=both)
 
@@ -168,7 +170,7 @@ def log_sum(x: TensorMeta, dims: Dims, keepdim: bool = False) -> Rule | str:
 
 def extremes(x: TensorMeta, dim: int | None = None, keepdim: bool = False) -> str | Rule:
     meaning = whole(x, dim, keepdim, outputs=2)
-    return Rule(meaning, expand=least_and_most) if math.prod(x.shape) else meaning
+    return Rule(meaning, expand=least_and_most) if 0 not in x.shape else meaning
 
 
 def mean_locally(call: Call, _placing: Placing) -> Callable[..., object]:

@@ -11,8 +11,8 @@ from shardwise.rules.rule import Rule
 
 MEASURED = """
     nonzero nonzero_static masked_select _unique _unique2 unique_dim unique_consecutive unique_dim_consecutive bincount
-    histogram.bins_tensor histogram.bin_ct _histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors
-    segment_reduce _segment_reduce_backward linalg_lstsq
+    histogram.bins_tensor histogram.bin_ct _histogramdd_bin_edges _histogramdd_from_bin_cts
+    _histogramdd_from_bin_tensors segment_reduce _segment_reduce_backward linalg_lstsq
 """
 
 ONE, TWO = "f(_) -> _", "f(_, _) -> _"

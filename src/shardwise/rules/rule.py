@@ -93,6 +93,8 @@ class Rule:
     ``in_place`` the first output is operand 0 written over: the two lie alike
     ``measured`` what comes out is known only once it is there (how many elements are not zero, say): every operand is
                  whole, and so is every result, whose shape is measured
+    ``apart``    the entries of its lists have nothing to do with each other, and may lie on different meshes: where
+                 there is more than one, ``expand`` it is
     """
 
     meaning: str | Strategies | Callable[..., str | Strategies | Rule] = ""
@@ -104,6 +106,7 @@ class Rule:
     out: int = 0
     in_place: bool = False
     measured: bool = False
+    apart: bool = False
 
 
 @dataclass(slots=True)

@@ -101,12 +101,12 @@ def reduced(x: TensorMeta, dim: int | None, keepdim: bool, outputs: int) -> str:
 
 
 def search(op: Op, kind: str, outputs: int) -> Meaning:
-    """The rule of an operator that finds an extreme: its value and place if there are two outputs, or only its place."""
+    """The rule of an operator that finds an extreme: its value and place where it has two outputs, else its place."""
     find = _searched(op, kind, (lambda values, places: (values, places)) if outputs == 2 else lambda _, places: places)
 
     def meaning(x: TensorMeta, dim: int | None = None, keepdim: bool = False) -> str | Rule:
         whole = reduced(x, dim, keepdim, outputs)
-        return Rule(whole, expand=find) if x.shape and math.prod(x.shape) else whole
+        return Rule(whole, expand=find) if x.shape and 0 not in x.shape else whole
 
     return meaning
 
@@ -130,7 +130,7 @@ def truth(op: Op, kind: str) -> Meaning:
         names = ["1" if at in gone else name for at, name in enumerate(named(len(x.shape)))]
         left = names if keepdim else [name for name in names if name != "1"]
         whole = f"f({text(along(x, gone))}) -> {text(left)}"
-        return Rule(whole, expand=over) if math.prod(x.shape) else whole
+        return Rule(whole, expand=over) if 0 not in x.shape else whole
 
     return meaning
 

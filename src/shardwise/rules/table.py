@@ -26,6 +26,7 @@ from shardwise.rules import (
     gathered,
     indexing,
     linalg,
+    lists,
     losses,
     nn,
     norms,
@@ -58,6 +59,7 @@ FAMILIES: Sequence[Mapping[str, object]] = tuple(
         answers,
         gathered,
         search,
+        lists,
     )
 )
 
@@ -197,7 +199,7 @@ def _pointwise(op: torch._ops.OpOverload) -> Rule | None:
 
 def _decomposed(op: torch._ops.OpOverload) -> Rule | None:
     """Torch's own way to write an operator in terms of others; random ones would draw other numbers by it."""
-    if op._can_decompose():  # made of others already
+    if op._can_decompose() or foreach_base(op) is not None:  # made of others already
         return None
     # torch's primitives, of which some decompositions are made, say what they are among the other operators
     found = op._overloadpacket.impl_aten if op.namespace == "prims" else decomposition_table.get(op)

@@ -57,12 +57,17 @@ class Ready:
 
 def prepare(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., Ready]) -> Ready:
     """Plan a call; ``known(op, args, kwargs)`` gives what is ready for one entry of a list operator."""
-    if foreach_base(op) is not None:
+    traits, rule = signature(op), lookup(op)
+    if rule is not None and rule.apart and any(isinstance(item, (list, tuple)) and len(item) > 1 for item in args):
+        return Ready(op, (), (), traits.returns, expand=rule.expand)
+    if rule is None and foreach_base(op) is not None:
         return _prepare_foreach(kind, op, args, kwargs, known)
-    traits = signature(op)
-    if traits.is_composite and lookup(op) is None:
+    if traits.is_composite and rule is None:
         return Ready(op, (), (), "other", expand=_decompose(op, traits))
     places = list(places_of(op, traits, args, kwargs))
+    carried = _carrying(kind, op, args, kwargs, places)
+    if carried is not None:
+        return Ready(op, (), (), traits.returns, expand=carried)
     asked = ask(kind, op, args, kwargs, places)
     plan = plan_random(asked) if draws(asked) else propagate(asked)
     if not traits.relabels:
@@ -166,6 +171,45 @@ def ask(kind: Any, op: Op, args: Args, kwargs: Kwargs, places: Sequence[Place]) 
     mesh = meshes.pop()
     specs = tuple(_spec_of(operand, kind, mesh, op) for operand in operands)
     return Asked(op, _metas(args, kind), _metas(kwargs, kind), specs, mesh, mesh.get_coordinate())
+
+
+def _carrying(kind: Any, op: Op, args: Args, kwargs: Kwargs, places: list[Place]) -> Callable[..., Any] | None:
+    """For a call over several meshes of the same ranks: to carry what has no dims to the mesh of the rest, and run it.
+
+    Such a number, the norm of some gradients for example, is the same on every rank once nothing of it is pending. So
+    it also serves a plain tensor that is written to, which is each rank's own.
+    """
+    traits = signature(op)
+    distributed = [one for one in (_operand(args, kwargs, place) for place in places) if isinstance(one, kind)]
+    targets = [_operand(args, kwargs, place) for place in places if _position(place, traits) in traits.written]
+    mesh = next((one._spec.mesh for one in distributed if one.ndim), distributed[0]._spec.mesh if distributed else None)
+    if (
+        targets
+        and not any(isinstance(one, kind) or one is None for one in targets)
+        and any(one.ndim for one in targets)
+    ):
+        mesh = None
+    foreign = [one for one in distributed if one._spec.mesh is not mesh]
+    if not foreign or any(one.ndim or (mesh and set(one._spec.mesh.ranks) != set(mesh.ranks)) for one in foreign):
+        return None
+    positional = signature(op).positional
+    names = signature(op).names[positional:]
+
+    def carry(item: Any) -> Any:
+        if isinstance(item, (list, tuple)):
+            return [carry(entry) for entry in item]
+        if not isinstance(item, kind) or item._spec.mesh is mesh:
+            return item
+        whole = item.redistribute(placements=[Replicate()] * item._spec.mesh.ndim)
+        if mesh is None:
+            return whole._local_tensor
+        return kind._wrap(whole._local_tensor, Spec(mesh, (Replicate(),) * mesh.ndim, item._spec.meta))
+
+    def run(*args: Any) -> Any:
+        moved = [carry(item) for item in args]
+        return op(*moved[:positional], **dict(zip(names, moved[positional:], strict=True)))
+
+    return run
 
 
 def _operand(args: Args, kwargs: Kwargs, place: Place) -> Any:
