@@ -84,7 +84,7 @@ class Rule:
     ``meaning``  the text of an equation, strategies, or a function of the call's arguments that returns one or a Rule
     ``reduce``   what a contracted name leaves pending; None: a name cannot be contracted
     ``local``    given the call and the placing, the function to run on local tensors, called with the op's arguments in
-                 schema order (keyword-only ones last); None: the operator itself
+                 schema order (keyword-only ones last); None, or the operator as the function: the operator itself
     ``pends``    whether a pending sum may pass where the text is linear (not for booleans, say)
     ``contiguous``  the local call relies on a cut dim being one interval (so a `StridedShard` will not do)
     ``expand``   the operator written in terms of others, run on the distributed tensors themselves, called with the
@@ -95,6 +95,8 @@ class Rule:
                  whole, and so is every result, whose shape is measured
     ``apart``    the entries of its lists have nothing to do with each other, and may lie on different meshes: where
                  there is more than one, ``expand`` it is
+    ``plain``    names of arguments for which a plain tensor is taken as replicated: indices and masks, mostly, which
+                 programs write down themselves, and torch as well
     """
 
     meaning: str | Strategies | Callable[..., str | Strategies | Rule] = ""
@@ -107,6 +109,7 @@ class Rule:
     in_place: bool = False
     measured: bool = False
     apart: bool = False
+    plain: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

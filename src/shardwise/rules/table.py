@@ -241,7 +241,7 @@ def _varied(
         operands = call.operands[: len(call.operands) - out]
         args = tuple(call.args[place] for place in places)
         run = rule.local(replace(call, op=functional, args=args, operands=operands), placing)
-        return _writing(run, places)
+        return call.op if run is functional else _writing(run, places)
 
     return replace(
         rule,

@@ -72,6 +72,14 @@ def prepare(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., 
     plan = plan_random(asked) if draws(asked) else propagate(asked)
     if not traits.relabels:
         _check_written(asked, plan, traits)
+    if plan.expand is not None:
+        plain = [
+            (_position(place, traits), place[1], spec)
+            for place, spec in zip(places, asked.specs, strict=True)
+            if spec is not None and spec.ndim and not isinstance(_operand(args, kwargs, place), kind)
+        ]
+        expand = _dressing(kind, plan.expand, plain) if plain else plan.expand
+        return Ready(plan.local, (), (), traits.returns, expand=expand)
     return _ready(plan, traits, places, asked, args, kwargs)
 
 
@@ -102,8 +110,6 @@ def _decompose(op: Op, traits: Signature) -> Callable[..., Any]:
 def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, args: Args, kwargs: Kwargs) -> Ready:
     if plan.measured:
         return _ready_to_measure(plan, traits, places, asked)
-    if plan.expand is not None:
-        return Ready(plan.local, (), (), traits.returns, expand=plan.expand)
     written = tuple(place for place in places if _position(place, traits) in traits.written)
     moves = tuple((places[move.operand], move.source, move.steps) for move in plan.moves)
     local = direct(asked.op) if plan.local is asked.op else plan.local
@@ -133,6 +139,22 @@ def _ready_to_measure(plan: OpPlan, traits: Signature, places: list[Place], aske
         empty = tuple(torch.empty(0) for _ in asked.op._schema.returns)
         local, moves = lambda *_, **__: empty[0] if traits.returns == "tensor" else empty, ()
     return Ready(local, moves, (), traits.returns, written, measured=asked.mesh, lasts=plan.lasts)
+
+
+def _dressing(kind: Any, expand: Callable[..., Any], plain: list[tuple[int, int, Spec]]) -> Callable[..., Any]:
+    """``expand`` on arguments of which the ``plain`` tensors, taken as replicated, become distributed ones."""
+
+    def run(*args: Any) -> Any:
+        dressed = list(args)
+        for position, item, spec in plain:
+            if item < 0:
+                dressed[position] = kind._wrap(dressed[position], spec)
+            else:
+                dressed[position] = list(dressed[position])
+                dressed[position][item] = kind._wrap(dressed[position][item], spec)
+        return expand(*dressed)
+
+    return run
 
 
 def _position(place: Place, traits: Signature) -> int:
@@ -169,7 +191,11 @@ def ask(kind: Any, op: Op, args: Args, kwargs: Kwargs, places: Sequence[Place]) 
     if len(meshes) != 1:
         raise _cross_mesh(op, distributed)
     mesh = meshes.pop()
-    specs = tuple(_spec_of(operand, kind, mesh, op) for operand in operands)
+    trusted = _trusted(op)
+    specs = tuple(
+        _spec_of(operand, kind, mesh, op, bool(trusted) and _name(place, op) in trusted)
+        for operand, place in zip(operands, places, strict=True)
+    )
     return Asked(op, _metas(args, kind), _metas(kwargs, kind), specs, mesh, mesh.get_coordinate())
 
 
@@ -218,13 +244,23 @@ def _operand(args: Args, kwargs: Kwargs, place: Place) -> Any:
     return found[item] if item >= 0 and found is not None else found
 
 
-def _spec_of(operand: Any, kind: Any, mesh: Any, op: Op) -> Spec | None:
+def _name(place: Place, op: Op) -> str:
+    return place[0] if isinstance(place[0], str) else signature(op).names[place[0]]
+
+
+def _trusted(op: Op) -> tuple[str, ...]:
+    """The arguments of ``op`` for which a plain tensor is taken to be the same on every rank."""
+    rule = lookup(op)
+    return () if rule is None else rule.plain
+
+
+def _spec_of(operand: Any, kind: Any, mesh: Any, op: Op, trusted: bool) -> Spec | None:
     if not isinstance(operand, torch.Tensor):
         return None
     if isinstance(operand, kind):
         spec: Spec = operand._spec
         return spec
-    if operand.numel() == 1 or is_replicated():
+    if trusted or operand.numel() == 1 or is_replicated():
         return Spec(mesh, (Replicate(),) * mesh.ndim, TensorMeta.of(operand))
     raise MixedTensorError(
         message(
@@ -238,9 +274,10 @@ def _spec_of(operand: Any, kind: Any, mesh: Any, op: Op) -> Spec | None:
 def is_replicated() -> bool:
     """Whether plain tensors beside distributed ones are the same on every rank.
 
-    Users may have said so; and what torch's own formulas for gradients make beside them, they make on every rank.
+    Users may have said so, or torch, around tensors that it makes itself; and what its formulas for gradients make
+    beside distributed tensors, they make on every rank.
     """
-    if current_world().memory.get("implicit replication"):
+    if current_world().memory.get("implicit replication") or torch._C._get_dtensor_allow_implicit_replication():
         return True
     node = torch._C._current_autograd_node()
     return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)

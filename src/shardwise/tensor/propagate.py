@@ -332,6 +332,8 @@ def _plan(asked: Asked, call: Call, ways: Choices, chosen: list[Strategy]) -> Op
     if ways.local is None or asked.coordinate is None:
         return OpPlan(asked.op, moves, outputs)
     local = ways.local(call, Placing(tuple(targets), outputs, asked.coordinate))
+    if local is asked.op:
+        return OpPlan(asked.op, moves, outputs)
     return OpPlan(local, moves, outputs, normalized=True)
 
 
