@@ -70,7 +70,7 @@ def _places(
 
 def _along_local(call: Call, placing: Placing) -> Run:
     """Reading along one dim: what other ranks hold is zero here."""
-    x, dim, index = call.args[:3]
+    x, dim = call.args[:2]
     dim, spec = wrap(dim, len(x.shape)), placing.inputs[0]
     if spec is None or not placing.cuts(0, dim):
         return call.op
@@ -79,7 +79,8 @@ def _along_local(call: Call, placing: Placing) -> Run:
         rows = _places(index, spec, dim, placing, -1)
         if x.shape[dim] == 0:
             return x.new_zeros(placing.output_shape())
-        found: torch.Tensor = called(call.op)(x, dim, rows.clamp(min=0), *rest)
+        found = called(call.op)(x, dim, rows.clamp(min=0), *rest)
+        assert isinstance(found, torch.Tensor), call
         lacking = rows < 0
         if rows.dim() < x.dim():
             lacking = lacking.reshape([-1, *[1] * (x.dim() - dim - 1)])
@@ -99,7 +100,8 @@ def _write_along_local(call: Call, placing: Placing) -> Run:
     def run(x: torch.Tensor, _dim: int, index: torch.Tensor, *rest: object) -> torch.Tensor:
         length = x.shape[dim]
         rows = _places(index, spec, dim, placing, length, from_end=from_end)
-        written: torch.Tensor = called(call.op)(_longer(x, dim), dim, rows, *rest)
+        written = called(call.op)(_longer(x, dim), dim, rows, *rest)
+        assert isinstance(written, torch.Tensor), call
         return written.narrow(dim, 0, length)
 
     return run
