@@ -445,6 +445,13 @@ def bucketize(values: TensorMeta, boundaries: TensorMeta, *_: object) -> str:
 
 
 INDEX = ("index",)
+BAGS = (
+    "_embedding_bag",
+    "_embedding_bag_forward_only",
+    "_embedding_bag_backward",
+    "_embedding_bag_dense_backward",
+    "_embedding_bag_per_sample_weights_backward",
+)
 SEVERAL = ("indices",)
 
 RULES = {
@@ -468,6 +475,8 @@ RULES = {
     "_index_put_impl": Rule(index_put, local=_index_put_local, plain=SEVERAL),
     "embedding": Rule(embedding, local=_embedding_local, plain=SEVERAL),
     "embedding_dense_backward": Rule(embedding_backward, local=_embedding_backward_local, plain=SEVERAL),
+    # Bags are cut by offsets that are data.
+    **dict.fromkeys(BAGS, Rule(measured=True, plain=("indices", "offsets"))),
     "topk": topk,
     "sort": sort,
     "sort.stable": sort_stable,

@@ -140,6 +140,20 @@ def _find(name: str, overload: str) -> Rule | None:
 # --- variants
 
 
+def out_of_place(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The functional operator of one that writes over its first operand; its arguments are the same, in order.
+
+    >>> out_of_place(torch.ops.aten.relu_.default)
+    <OpOverload(op='aten.relu', overload='default')>
+    """
+    name, arguments = op._schema.name.removeprefix("aten::"), op._schema.arguments
+    if not name.endswith("_") or name.endswith("__") or not _writes(op._schema, 0):
+        return None
+    found = _functional(name[:-1], arguments)
+    names = [argument.name for argument in arguments]
+    return found if found is not None and [own.name for own in found._schema.arguments] == names else None
+
+
 def _in_place(op: torch._ops.OpOverload) -> Rule | None:
     name = op._schema.name.removeprefix("aten::")
     if not name.endswith("_") or name.endswith("__") or not _writes(op._schema, 0):

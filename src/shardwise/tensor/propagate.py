@@ -18,8 +18,8 @@ from shardwise.mesh.world import current_world
 from shardwise.redistribute.planner import plan, price
 from shardwise.redistribute.steps import Step
 from shardwise.rules.equation import Sizes, Strategy
-from shardwise.rules.rule import Call, Choices, Placing, Rule, choices, resolve
-from shardwise.rules.table import lookup, make_call
+from shardwise.rules.rule import Call, Choices, Placing, Rule, called, choices, resolve
+from shardwise.rules.table import lookup, make_call, out_of_place
 from shardwise.sharding.placement import Cut, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta
 from shardwise.tensor.metas import Metas, output_metas
@@ -103,8 +103,23 @@ def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
     if meaning == "":
         return OpPlan(asked.op, expand=rule.expand)
     ways = choices(replace(rule, meaning=meaning), call)
-    chosen = _remembered(asked, ways, whole) or _choose(asked, traits, call, ways, rule, whole)
+    try:
+        chosen = _remembered(asked, ways, whole) or _choose(asked, traits, call, ways, rule, whole)
+    except InplaceError:
+        expand = _reducing(asked)
+        if expand is None:
+            raise
+        return OpPlan(asked.op, expand=expand)
     return OpPlan(asked.op, expand=rule.expand) if chosen is None else _plan(asked, call, ways, chosen)
+
+
+def _reducing(asked: Asked) -> Callable[..., Any] | None:
+    """An operator that writes over a pending tensor, on the reduced one: the result is made pending like the target."""
+    functional, target = out_of_place(asked.op), asked.specs[0]
+    if functional is None or target is None or not any(isinstance(role, Partial) for role in target.placements):
+        return None
+    run = called(functional)
+    return lambda target, *args: target.copy_(run(target, *args))
 
 
 def _metas(asked: Asked) -> Metas | None:
