@@ -115,6 +115,8 @@ def _claims(made: Trial, parts: int) -> Iterator[tuple[Strategy, bool]]:
         return
     chosen = choices(made.rule, made.call)
     for label in chosen.labels:
+        if label.startswith("exchange"):  # the parts of one rank after the other cannot talk
+            continue
         strategy = chosen.strategy(label, parts, chosen.sizes)
         if strategy is not None:
             yield strategy, chosen.takes_any_cut(label)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardwise.comm import wire
+from shardwise.rules import halo
 from shardwise.rules.empty import unless_empty, zeros
 from shardwise.rules.pattern import along, named, text
 from shardwise.rules.rule import Call, Placing, Rule, called
@@ -158,9 +159,12 @@ def convolution_backward(
 
 def _convolution_local(call: Call, placing: Placing) -> Run:
     x, weight, y = placing.input_shape(0), placing.input_shape(1), placing.output_shape()
+    groups = 1 if 0 in weight else _groups(call, x, weight, y)
+    over = halo.halo(call, placing, 0, placing.outputs[0], 3, groups)
+    if over is not None:
+        return lambda x, weight, bias, *_: over.forward(x, weight, bias, y)
     if 0 in x[:2] or 0 in weight[:2] or 0 in y:
         return _only_bias(y)
-    groups = _groups(call, x, weight, y)
     rest = (*call.args[3:8], groups)
     return lambda x, weight, bias, *_: call.op(x, weight, bias, *rest)
 
@@ -183,10 +187,14 @@ def _only_bias(shape: Sizes) -> Run:
 
 def _convolution_backward_local(call: Call, placing: Placing) -> Run:
     y, x, weight = (placing.input_shape(at) for at in range(3))
+    groups = 1 if 0 in weight else _groups(call, x, weight, y)
+    over = halo.halo(call, placing, 1, placing.inputs[0], 4, groups)
+    if over is not None:
+        return lambda grad, x, weight, *_: over.backward(grad, x, weight, call.args[10])
     if 0 in x[:2] or 0 in weight[:2] or 0 in y:
         return zeros(call, placing)
     bias_sizes = None if call.args[3] is None else [y[1]]
-    rest = (bias_sizes, *call.args[4:9], _groups(call, x, weight, y), call.args[10])
+    rest = (bias_sizes, *call.args[4:9], groups, call.args[10])
     return lambda grad, x, weight, *_: call.op(grad, x, weight, *rest)
 
 
@@ -353,8 +361,10 @@ RULES = {
     "_trilinear": Rule(trilinear, local=_trilinear_local),
     "_pdist_forward": "f(_) -> _",
     "_pdist_backward": "f(_, _, _) -> _",
-    "convolution": Rule(convolution, local=_convolution_local),
-    "convolution_backward": Rule(convolution_backward, local=_convolution_backward_local),
+    "convolution": Rule(convolution, local=_convolution_local, exchanging=halo.forward_strategies),
+    "convolution_backward": Rule(
+        convolution_backward, local=_convolution_backward_local, exchanging=halo.backward_strategies
+    ),
     "log_sigmoid_forward": Rule(expand=log_sigmoid),
     "log_sigmoid_backward": Rule(expand=log_sigmoid_backward),
     "_prelu_kernel_backward": "... / ... / ... -> ..., ...",

@@ -95,6 +95,8 @@ class Rule:
                  whole, and so is every result, whose shape is measured
     ``apart``    the entries of its lists have nothing to do with each other, and may lie on different meshes: where
                  there is more than one, ``expand`` it is
+    ``exchanging`` given the call, strategies beside those of the meaning by which the local calls of an axis talk to each
+                 other: they exchange borders, say
     ``plain``    names of arguments for which a plain tensor is taken as replicated: indices and masks, mostly, which
                  programs write down themselves, and torch as well
     """
@@ -110,6 +112,7 @@ class Rule:
     measured: bool = False
     apart: bool = False
     plain: tuple[str, ...] = ()
+    exchanging: Callable[[Call], Strategies] | None = None
 
 
 @dataclass(slots=True)
@@ -128,22 +131,26 @@ class Choices:
     @property
     def labels(self) -> list[str]:
         """What the strategies are called; the first that fits without a move is taken."""
-        return list(self.listed) if self.bound is None else self.bound.labels()
+        return [*([] if self.bound is None else self.bound.labels()), *self.listed]
 
     def strategy(self, label: str, parts: int, sizes: Sizes) -> Strategy | None:
         """The strategy of that label on an axis of ``parts`` ranks, or None where the sizes do not allow it."""
-        found = self.listed[label] if self.bound is None else self.bound.strategy(label, parts, sizes)
+        found = self.listed[label] if label in self.listed else self._bound(label).strategy(label, parts, sizes)
         if found is None or (self.in_place and found.inputs[0] != found.outputs[0]):
             return None
         return Strategy(found.inputs + found.outputs[: self.out], found.outputs) if self.out else found
 
     def takes_any_cut(self, label: str) -> bool:
         """Whether the `Shard` roles of the strategy stand for any cut of these dims."""
-        return self.bound is not None and not self.contiguous and self.bound.stands_alone(label)
+        return label not in self.listed and not self.contiguous and self._bound(label).stands_alone(label)
 
     def after(self, label: str, parts: int, sizes: Sizes) -> Sizes:
         """The sizes that the next axis finds."""
-        return sizes if self.bound is None else self.bound.after(label, parts, sizes)
+        return sizes if label in self.listed else self._bound(label).after(label, parts, sizes)
+
+    def _bound(self, label: str) -> Bound:
+        assert self.bound is not None, label
+        return self.bound
 
 
 def choices(rule: Rule, call: Call) -> Choices:
@@ -161,12 +168,15 @@ def choices(rule: Rule, call: Call) -> Choices:
         steady=frozenset(place for place, meta in enumerate(call.operands) if meta and meta.dtype is torch.bool),
         passes=_passing(call) if rule.pends else frozenset(),
     )
-    key = (meaning, bound.reduce, bound.passes, bound.steady, rule.out, rule.in_place, rule.contiguous)
+    exchanging = () if rule.exchanging is None else rule.exchanging(call)
+    listed = {f"exchange {index}": strategy for index, strategy in enumerate(exchanging)}
+    key = (meaning, bound.reduce, bound.passes, bound.steady, rule.out, rule.in_place, rule.contiguous, len(listed))
     return Choices(
         bound.sizes,
         rule.local,
         key,
         bound,
+        listed,
         out=rule.out,
         in_place=rule.in_place,
         contiguous=rule.contiguous,
