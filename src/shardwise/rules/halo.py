@@ -19,7 +19,7 @@ from shardwise.comm import wire
 from shardwise.mesh.world import Group
 from shardwise.rules.equation import Strategy
 from shardwise.rules.rule import Call, Placing
-from shardwise.sharding.placement import Partial, Replicate, Shard
+from shardwise.sharding.placement import Partial, Placement, Replicate, Shard
 from shardwise.sharding.spec import Spec
 
 aten = torch.ops.aten
@@ -141,8 +141,8 @@ def forward_strategies(call: Call) -> list[Strategy]:
 def backward_strategies(call: Call) -> list[Strategy]:
     wanted = call.args[10]
 
-    def outputs(dim: int) -> tuple[Shard | Partial | None, ...]:
-        roles = (Shard(dim), Partial("sum"), Partial("sum"))
+    def outputs(dim: int) -> tuple[Placement | None, ...]:
+        roles: tuple[Placement, ...] = (Shard(dim), Partial("sum"), Partial("sum"))
         return tuple(role if asked else None for role, asked in zip(roles, wanted, strict=True))
 
     return [Strategy((Shard(dim), Shard(dim), Replicate()), outputs(dim)) for dim in _space(call, 1)]

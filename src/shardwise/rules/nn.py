@@ -83,9 +83,9 @@ def rrelu(
     if not training:
         found: torch.Tensor = aten.leaky_relu.default(x, (lower + upper) / 2)
         return found
-    result, drawn = aten.rrelu_with_noise_functional.default(x, noise, lower, upper, True, generator)
-    noise.copy_(drawn)
-    return result
+    drawn: Two = aten.rrelu_with_noise_functional.default(x, noise, lower, upper, True, generator)
+    noise.copy_(drawn[1])
+    return drawn[0]
 
 
 # --- three factors

@@ -95,8 +95,8 @@ class Rule:
                  whole, and so is every result, whose shape is measured
     ``apart``    the entries of its lists have nothing to do with each other, and may lie on different meshes: where
                  there is more than one, ``expand`` it is
-    ``exchanging`` given the call, strategies beside those of the meaning by which the local calls of an axis talk to each
-                 other: they exchange borders, say
+    ``exchanging`` given the call, strategies beside those of the meaning, by which the local calls of the ranks of an
+                 axis talk to each other: they exchange borders, say
     ``plain``    names of arguments for which a plain tensor is taken as replicated: indices and masks, mostly, which
                  programs write down themselves, and torch as well
     """
