@@ -45,6 +45,7 @@ LAYERS = [
     ["rules.pattern"],
     ["rules.rule"],
     ["rules.empty"],
+    ["rules.parts"],
     [
         "rules.pointwise",
         "rules.algebra",
@@ -60,6 +61,9 @@ LAYERS = [
         "rules.creation",
         "rules.foreach",
         "rules.reduction",
+        "rules.gathered",
+        "rules.lists",
+        "rules.search",
     ],
     ["rules.table"],
     ["rules.checker"],

@@ -46,6 +46,7 @@ FACES = {
         # rules
         "register_rule",
         "register_sharding",
+        "replicate_unknown",
         "unregister_rule",
         # errors
         "ArgumentError",

@@ -32,7 +32,7 @@ from shardwise.mesh.world import World, current_world, dry_world, use_world
 from shardwise.redistribute.topology import topology
 from shardwise.rules.table import register_rule, unregister_rule
 from shardwise.sharding.placement import Partial, Placement, Replicate, Shard, StridedShard
-from shardwise.tensor.api import distribute_module, distribute_tensor, implicit_replication
+from shardwise.tensor.api import distribute_module, distribute_tensor, implicit_replication, replicate_unknown
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.factories import empty, full, ones, rand, randn, zeros
 from shardwise.tensor.local_map import local_map
@@ -87,6 +87,7 @@ __all__ = [
     "randn",
     "register_rule",
     "register_sharding",
+    "replicate_unknown",
     "topology",
     "unregister_rule",
     "use_world",

@@ -12,7 +12,7 @@ from redistribute.layouts import coordinates, distributed, dry_mesh, mesh_of, pl
 from shardwise import distribute_tensor
 from shardwise.mesh.mesh import DeviceMesh
 from shardwise.redistribute import execute, planner
-from shardwise.sharding.placement import Placement, Replicate, Shard, StridedShard
+from shardwise.sharding.placement import Partial, Placement, Replicate, Shard, StridedShard
 
 SHAPE = (5, 6)
 WAYS = placed(2, 2, StridedShard(0, split_factor=2))
@@ -76,3 +76,26 @@ def test_from_one_mesh_to_another_and_back() -> None:
         ([4.0, 5.0], []),
         ([0.0, 1.0], []),
     ]
+
+
+def not_numbers() -> list[list[float]]:
+    mesh, found = mesh_of((2,)), []
+    rank = mesh.get_local_rank()
+    for reduce_op, dtype in itertools.product(("max", "min"), (torch.float32, torch.bfloat16)):
+        local = torch.tensor([[torch.nan, 1.0], [1.0, torch.nan], [-2.0, 3.0], [-torch.inf, torch.inf]], dtype=dtype)
+        src = spec_of(mesh, [Partial(reduce_op)], (4,), dtype)
+        for dst in (Replicate(), Shard(0)):
+            steps = planner.plan(src, src.with_placements([dst]))
+            found.append(execute.run(local[:, rank].contiguous(), src, steps).nan_to_num(7).tolist())
+    return found
+
+
+@pytest.mark.gloo
+def test_what_is_not_a_number_is_neither_largest_nor_smallest_but_stays() -> None:
+    greatest, least = float(torch.finfo(torch.float32).max), float(torch.finfo(torch.float32).min)
+    first, second = run_gloo(not_numbers, 2)
+    assert first[0] == second[0] == [7.0, 7.0, 3.0, greatest]
+    assert first[1] + second[1] == first[0]
+    assert first[4] == second[4] == [7.0, 7.0, -2.0, least]
+    assert first[5] + second[5] == first[4]
+    assert first[2][:3] == first[3] + second[3][:1] == [7.0, 7.0, 3.0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,7 @@ from shardwise import (
     implicit_replication,
     init_device_mesh,
     register_rule,
+    replicate_unknown,
     sim,
     unregister_rule,
 )
@@ -207,10 +210,87 @@ def test_tensors_of_two_meshes_are_refused() -> None:
 def test_an_operator_without_a_rule_names_itself_and_the_remedy() -> None:
     def body():
         x = distribute_tensor(torch.rand(4, 4), line(), [Shard(0)])
-        with pytest.raises(RuleError, match=r"aten\._cdist_forward.*\n.*asked .*f32\[4@x, 4\](.*\n)*.*register_rule"):
-            torch.cdist(x, x)
+        with pytest.raises(RuleError, match=r"reversed_rows.*\n.*asked .*f32\[4@x, 4\](.*\n)*.*register_rule"):
+            reversed_rows(x)
 
     sim.run(body, 2)
+
+
+@torch.library.custom_op("shardwise_tests::reversed_rows", mutates_args=())
+def reversed_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(0)
+
+
+def test_unknown_operators_run_on_whole_tensors_where_that_is_allowed() -> None:
+    def body():
+        x = distribute_tensor(torch.arange(5.0), line(), [Shard(0)])
+        with replicate_unknown(), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            y, sent = counted(lambda: reversed_rows(x))
+            reversed_rows(x)
+        with pytest.raises(RuleError):
+            reversed_rows(x)
+        return y.full_tensor().tolist(), y.placements, sent, len(warned)
+
+    assert sim.run(body, 2)[0] == ([4.0, 3.0, 2.0, 1.0, 0.0], (Replicate(),), ["all_gather"], 1)
+
+
+def test_what_is_known_only_afterwards_is_measured() -> None:
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = distribute_tensor(torch.tensor([3, 0, 3, 1, 0]), mesh, [Shard(0), Replicate()])
+        found = x.nonzero(), *x.unique(return_counts=True), x.masked_select(x > 0)
+        return [part.full_tensor().tolist() for part in found], found[0].placements
+
+    expected = [[[0], [2], [3]], [0, 1, 3], [2, 1, 2], [3, 3, 1]]
+    assert sim.run(body, 4) == [(expected, (Replicate(), Replicate()))] * 4
+
+
+def test_torchs_own_decompositions_stand_in_for_rules() -> None:
+    x = torch.randn(5, 4, 3)
+
+    def body():
+        given = distribute_tensor(x, line(), [Shard(1)])
+        return torch.renorm(given, 2, 0, 0.5).full_tensor(), torch.dist(given, given * 2, 3).full_tensor()
+
+    renormed, distance = sim.run(body, 2)[0]
+    torch.testing.assert_close(renormed, torch.renorm(x, 2, 0, 0.5))
+    torch.testing.assert_close(distance, torch.dist(x, x * 2, 3))
+
+
+def test_shapes_change_in_place_without_communication() -> None:
+    def body():
+        x = distribute_tensor(torch.arange(6.0).view(1, 3, 2), line(), [Shard(1)])
+        local = x.to_local()
+        _, sent = counted(lambda: x.squeeze_(0).t_())
+        return sent, tuple(x.shape), x.placements, x.full_tensor().tolist(), tuple(local.shape)
+
+    shape, placements, whole = (2, 3), (Shard(1),), [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
+    assert sim.run(body, 2) == [([], shape, placements, whole, (1, size, 2)) for size in (2, 1)]
+
+
+def test_a_pending_sum_is_shifted_and_filled_once() -> None:
+    def body():
+        mesh = init_device_mesh("cpu", (3,))
+        pending = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+        _, sent = counted(lambda: pending.add_(0.5).mul_(2))
+        shifted = pending.full_tensor().tolist()
+        return sent, shifted, pending.fill_(7).full_tensor().tolist(), pending.placements
+
+    assert sim.run(body, 3) == [([], [7.0] * 4, [7.0] * 4, (Partial(),))] * 3
+
+
+def test_plain_tensors_of_torchs_own_gradients_are_the_same_on_every_rank() -> None:
+    x = torch.rand(5, 3) + 0.5
+
+    def body():
+        given = distribute_tensor(x, line(), [Shard(1)]).requires_grad_()
+        given.cumprod(0).sum().backward()
+        return given.grad.full_tensor()
+
+    whole = x.clone().requires_grad_()
+    whole.cumprod(0).sum().backward()
+    torch.testing.assert_close(sim.run(body, 2)[0], whole.grad)
 
 
 @pytest.mark.parametrize("foreach", [False, True])

@@ -8,7 +8,7 @@ how to lay it out once it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import NamedTuple
 
@@ -105,7 +105,7 @@ def _start(stage: Stage, local: Tensor, coordinate: Coordinate) -> Sent | Tensor
     group = spec.mesh.axes_group(step.group)
     match step:
         case AllReduce():
-            return Sent(wire.all_reduce(local, step.reduce_op, group, axis=step.name))
+            return _all_reduce(step, local, group)
         case AllGather():
             return _all_gather(step, spec, local, coordinate, group)
         case ReduceScatter():
@@ -147,6 +147,34 @@ def _make_partial(step: MakePartial, local: Tensor, coordinate: Coordinate) -> T
     return torch.ones_like(local) if step.reduce_op == "product" else torch.zeros_like(local)
 
 
+def _all_reduce(step: AllReduce, local: Tensor, group: Group) -> Sent:
+    if not _compares(step.reduce_op, local.dtype):
+        return Sent(wire.all_reduce(local, step.reduce_op, group, axis=step.name))
+    ranked = wire.all_reduce(_ranked(local, step.reduce_op), step.reduce_op, group, axis=step.name)
+    return Sent(ranked, lambda arrived: _unranked(arrived, local.dtype))
+
+
+# Backends lose what is not a number when they compare. As integers in the same order, such numbers stand beyond the
+# infinities: the bits of a float rank it among those of its sign, and those of a negative one the other way round.
+_RANKS = {torch.float64: torch.int64}
+
+
+def _compares(reduce_op: str, dtype: torch.dtype) -> bool:
+    return reduce_op in ("max", "min") and dtype.is_floating_point
+
+
+def _ranked(local: Tensor, reduce_op: str) -> Tensor:
+    wide = local if local.dtype is torch.float64 else local.float()
+    spoilt = torch.full((), torch.nan if reduce_op == "max" else -torch.nan, dtype=wide.dtype, device=wide.device)
+    bits = torch.where(wide.isnan(), spoilt, wide).view(_RANKS.get(wide.dtype, torch.int32))
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
+
+
+def _unranked(ranks: Tensor, dtype: torch.dtype) -> Tensor:
+    bits = torch.where(ranks < 0, ranks ^ torch.iinfo(ranks.dtype).max, ranks)
+    return bits.view(torch.float64 if dtype is torch.float64 else torch.float32).to(dtype)
+
+
 def _all_gather(step: AllGather, spec: Spec, local: Tensor, coordinate: Coordinate, group: Group) -> Sent | Tensor:
     if not step.is_even(spec):
         return _all_to_all(step.exact(), spec, local, coordinate, group)
@@ -164,14 +192,23 @@ def _all_gather(step: AllGather, spec: Spec, local: Tensor, coordinate: Coordina
 def _reduce_scatter(step: ReduceScatter, spec: Spec, local: Tensor, coordinate: Coordinate, group: Group) -> Sent:
     own, parts = step.after(spec).local_shape(coordinate), step.parts(spec)
     boxes = places(tuple(local.shape), parts, step.cuts)
+    compares = _compares(step.reduce_op, local.dtype)
+    summed = _ranked(local, step.reduce_op) if compares else local
     if all(isinstance(cut, Shard) for cut in step.cuts) and all(box.shape == own for box in boxes):
-        return Sent(wire.reduce_scatter(_deal(local, step.cuts, parts, own), step.reduce_op, group, axis=step.name))
+        dealt = _deal(summed, step.cuts, parts, own)
+        reduced = wire.reduce_scatter(dealt, step.reduce_op, group, axis=step.name)
+        return Sent(reduced, lambda part: _unranked(part, local.dtype)) if compares else Sent(reduced)
     widest = max(box.volume for box in boxes)
-    dealt = local.new_zeros(group.size, widest)
+    dealt = summed.new_zeros(group.size, widest)
     for row, box in zip(dealt, boxes, strict=True):
-        row[: box.volume].copy_(_select(local, box).reshape(-1))
+        row[: box.volume].copy_(_select(summed, box).reshape(-1))
     reduced = wire.reduce_scatter(dealt.view(-1), step.reduce_op, group, axis=step.name)
-    return Sent(reduced, lambda part: part[: prod(own)].view(own))
+    back = partial(_unranked, dtype=local.dtype) if compares else _itself
+    return Sent(reduced, lambda part: back(part[: prod(own)].view(own)))
+
+
+def _itself(part: Tensor) -> Tensor:
+    return part
 
 
 def _deal(local: Tensor, cuts: tuple[Cut, ...], parts: tuple[int, ...], own: tuple[int, ...]) -> Tensor:

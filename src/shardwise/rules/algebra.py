@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from shardwise.rules.parts import settled
 from shardwise.rules.pattern import along, named, text, wrap
 from shardwise.rules.rule import Call, Placing, Rule, called
 from shardwise.sharding.spec import TensorMeta
@@ -112,8 +113,30 @@ def deviation(x: TensorMeta, dims: Dims = None, correction: object = None, keepd
     return Rule(whole(x, dims, keepdim), expand=lambda *args: sum_of_squares(*args).sqrt())
 
 
-def with_mean(x: TensorMeta, dims: Dims = None, correction: object = None, keepdim: bool = False) -> str:
-    return whole(x, dims, keepdim, outputs=2)
+def with_mean(x: TensorMeta, dims: Dims = None, correction: float | None = None, keepdim: bool = False) -> Rule:
+    def both(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return sum_of_squares(x, dims, correction, keepdim), _mean(x, dims, keepdim)
+
+    return Rule(whole(x, dims, keepdim, outputs=2), expand=both)
+
+
+def deviation_with_mean(
+    x: TensorMeta, dims: Dims = None, correction: float | None = None, keepdim: bool = False
+) -> Rule:
+    def both(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return sum_of_squares(x, dims, correction, keepdim).sqrt(), _mean(x, dims, keepdim)
+
+    return Rule(whole(x, dims, keepdim, outputs=2), expand=both)
+
+
+def _mean(x: torch.Tensor, dims: Dims, keepdim: bool) -> torch.Tensor:
+    mean: torch.Tensor = aten.mean.dim(x, list(dims_of(TensorMeta.of(x), dims)), keepdim)
+    return mean
+
+
+def least_and_most(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    listed = list(dims_of(TensorMeta.of(x), dim))
+    return aten.amin.default(x, listed, keepdim), aten.amax.default(x, listed, keepdim)
 
 
 def sum_of_squares(
@@ -132,7 +155,7 @@ def sum_of_squares(
 def log_of_sum(x: torch.Tensor, dims: Dims, keepdim: bool = False) -> torch.Tensor:
     """`logsumexp`, in two passes that communicate only what is reduced already."""
     listed = list(dims_of(TensorMeta.of(x), dims))
-    top = aten.amax.default(x, listed, True)
+    top = settled(aten.amax.default(x, listed, True))
     top = top.masked_fill(top.abs() == math.inf, 0)
     total = aten.sum.dim_IntList((x - top).exp(), listed, keepdim).log()
     result: torch.Tensor = total + (top if keepdim else aten.squeeze.dims(top, listed))
@@ -145,8 +168,9 @@ def log_sum(x: TensorMeta, dims: Dims, keepdim: bool = False) -> Rule | str:
     return Rule(whole(x, dims, keepdim), expand=log_of_sum)
 
 
-def extremes(x: TensorMeta, dim: int | None = None, keepdim: bool = False) -> str:
-    return whole(x, dim, keepdim, outputs=2)
+def extremes(x: TensorMeta, dim: int | None = None, keepdim: bool = False) -> str | Rule:
+    meaning = whole(x, dim, keepdim, outputs=2)
+    return Rule(meaning, expand=least_and_most) if 0 not in x.shape else meaning
 
 
 def mean_locally(call: Call, _placing: Placing) -> Callable[..., object]:
@@ -210,19 +234,13 @@ REDUCTIONS: dict[str, str | Meaning | Rule] = {
     "amin": MIN,
     "max.default": Rule(all_dims, reduce="max", local=filling(lowest)),
     "min.default": Rule(all_dims, reduce="min", local=filling(highest)),
-    "max.dim": whole_dims_in_two,
-    "min.dim": whole_dims_in_two,
     "aminmax": extremes,
-    "argmax": whole_dims,
-    "argmin": whole_dims,
-    "any": whole_dims,
-    "all": whole_dims,
     "count_nonzero": opaque,
     "count_nonzero.dim_IntList": opaque,
     "var.correction": variance,
     "std.correction": deviation,
     "var_mean.correction": with_mean,
-    "std_mean.correction": with_mean,
+    "std_mean.correction": deviation_with_mean,
     "logsumexp": log_sum,
     "median.default": whole_tensor,
     "nanmedian.default": whole_tensor,
@@ -277,31 +295,4 @@ NORMS: dict[str, str | Meaning | Rule] = {
 }
 
 
-# --- scans
-
-
-def scanned(x: TensorMeta, dim: int, *_rest: object) -> str:
-    names = text(along(x, [dim]))
-    return f"f({names}) -> {names}"
-
-
-def scanned_linearly(x: TensorMeta, dim: int, *_rest: object) -> str:
-    names = text(along(x, [dim]))
-    return f"{names} -> {names}"
-
-
-def scanned_in_two(x: TensorMeta, dim: int, *_rest: object) -> str:
-    names = text(along(x, [dim]))
-    return f"f({names}) -> {names}, {names}"
-
-
-SCANS: dict[str, str | Meaning | Rule] = {
-    "cumsum": scanned_linearly,
-    "cumprod": scanned,
-    "logcumsumexp": scanned,
-    "cummax": scanned_in_two,
-    "cummin": scanned_in_two,
-}
-
-
-RULES: dict[str, str | Meaning | Rule] = {"linalg_cross": crossed, **PRODUCTS, **REDUCTIONS, **NORMS, **SCANS}
+RULES: dict[str, str | Meaning | Rule] = {"linalg_cross": crossed, **PRODUCTS, **REDUCTIONS, **NORMS}

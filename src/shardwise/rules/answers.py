@@ -17,9 +17,20 @@ def _is_same_size(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape
 
 
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool((one == other).all().item())
+
+
+def _allclose(
+    one: torch.Tensor, other: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    return bool(torch.isclose(one, other, rtol=rtol, atol=atol, equal_nan=equal_nan).all().item())
+
+
 RULES = {
     "_local_scalar_dense": _whole(1),
     "is_nonzero": _whole(1),
-    "equal": _whole(2),
+    "equal": Rule(expand=_equal),
+    "allclose": Rule(expand=_allclose),
     "is_same_size": Rule(expand=_is_same_size),
 }

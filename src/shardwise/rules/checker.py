@@ -115,6 +115,8 @@ def _claims(made: Trial, parts: int) -> Iterator[tuple[Strategy, bool]]:
         return
     chosen = choices(made.rule, made.call)
     for label in chosen.labels:
+        if label.startswith("exchange"):  # the parts of one rank after the other cannot talk
+            continue
         strategy = chosen.strategy(label, parts, chosen.sizes)
         if strategy is not None:
             yield strategy, chosen.takes_any_cut(label)
@@ -144,11 +146,9 @@ def check_trial(made: Trial, strategy: Strategy, parts: int) -> str | None:
         items = [share[index] for share in shares if share is not None]
         try:
             with use_world(dry_world(index, parts)):
-                run = (
-                    called(made.op)
-                    if runs.local is None
-                    else runs.local(made.call, _placing(made, strategy, parts, index))
-                )
+                placing = _placing(made, strategy, parts, index)
+                local = made.op if runs.local is None else runs.local(made.call, placing)
+                run = called(made.op) if local is made.op else local
                 found.append(list(flatten(run(*_with(made.args, items, made.op)))))
         except Exception as error:
             return f"rank {index} raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

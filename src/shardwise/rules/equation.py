@@ -182,7 +182,7 @@ class Bound:
         self.steady = fixed.union(steady, equation.divisors, _apart(equation.operands))
         self.apart = _apart(equation.outputs)
         inputs = _expand(equation, _aligned(equation, operands), operands)
-        results = _expand(equation, equation.outputs, outputs)
+        results = _expand(equation, equation.outputs if outputs else (), outputs)  # what only writes returns nothing
         shapes = [*operands, *outputs]
         self.sizes: dict[str, Size] = _sizes(equation, [*inputs, *results], shapes)
         self.inputs = [_unbroadcast(names, shape, self.sizes) for names, shape in zip(inputs, operands, strict=True)]

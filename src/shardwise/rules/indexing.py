@@ -1,17 +1,20 @@
 """Operators that read or write the elements that an index names, and those that put a dim in order.
 
-The dim that is indexed is whole; the dims of the index and the others are cut. Rows of an embedding are cut as well:
-each rank looks up the rows that it holds, and what it does not find is zero.
+Dims of the index and dims beside the indexed one are cut freely. The indexed dim is cut as well: each rank reads the
+places that it holds, and what it does not find is zero, so that the parts add up; and each rank writes to the places
+that it holds, while what is meant for others goes to a place beyond the end, which is dropped.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 
 from shardwise.rules.pattern import along, named, text, without, wrap
-from shardwise.rules.rule import Call, Placing, Rule
+from shardwise.rules.rule import Call, Placing, Rule, called
 from shardwise.sharding.placement import Intervals
 from shardwise.sharding.spec import Spec, TensorMeta
 
@@ -31,7 +34,7 @@ def whole(x: TensorMeta, prefix: str = "w") -> str:
 def index_select(x: TensorMeta, dim: int, index: TensorMeta) -> str:
     if not x.shape:
         return "... / _ -> ..."
-    before = along(x, [dim])
+    before = named(len(x.shape))
     after = list(before)
     after[wrap(dim, len(before))] = "i"
     return f"{text(before)} / {'i' if index.shape else '1'} -> {text(after)}"
@@ -47,6 +50,68 @@ def _beside(x: TensorMeta, index: TensorMeta, dim: int, own: str, other: str) ->
     return text(left for left, _ in pairs), text(right for _, right in pairs)
 
 
+def _wrapped(index: torch.Tensor, size: int, from_end: bool) -> torch.Tensor:
+    """The index counted from the front, all of it checked; only some operators count from the end as well."""
+    inside = ((index >= (-size if from_end else 0)) & (index < size)).all()
+    if index.device.type != "cpu":
+        torch._assert_async(inside)
+    elif not inside:
+        raise IndexError(f"index out of range for a dim of size {size}: {index.min()} to {index.max()}")
+    return torch.where(index < 0, index + size, index)
+
+
+def _places(
+    index: torch.Tensor, spec: Spec, dim: int, placing: Placing, missing: int, *, from_end: bool = False
+) -> torch.Tensor:
+    """Where this rank holds what ``index`` names in ``dim``, or ``missing``."""
+    rows = _wrapped(index, spec.shape[dim], from_end)
+    return _local_rows(rows, spec.intervals(dim, placing.coordinate), missing)
+
+
+def _along_local(call: Call, placing: Placing) -> Run:
+    """Reading along one dim: what other ranks hold is zero here."""
+    x, dim = call.args[:2]
+    dim, spec = wrap(dim, len(x.shape)), placing.inputs[0]
+    if spec is None or not placing.cuts(0, dim):
+        return call.op
+
+    def run(x: torch.Tensor, _dim: int, index: torch.Tensor, *rest: object) -> torch.Tensor:
+        rows = _places(index, spec, dim, placing, -1)
+        if x.shape[dim] == 0:
+            return x.new_zeros(placing.output_shape())
+        found = called(call.op)(x, dim, rows.clamp(min=0), *rest)
+        assert isinstance(found, torch.Tensor), call
+        lacking = rows < 0
+        if rows.dim() < x.dim():
+            lacking = lacking.reshape([-1, *[1] * (x.dim() - dim - 1)])
+        return found.masked_fill(lacking, 0)
+
+    return run
+
+
+def _write_along_local(call: Call, placing: Placing) -> Run:
+    """Writing along one dim: what other ranks hold is written beyond the end, and dropped."""
+    x, dim = call.args[:2]
+    dim, spec = wrap(dim, len(x.shape)), placing.inputs[0]
+    from_end = "index_fill" in call.op.name()
+    if spec is None or not placing.cuts(0, dim):
+        return call.op
+
+    def run(x: torch.Tensor, _dim: int, index: torch.Tensor, *rest: object) -> torch.Tensor:
+        length = x.shape[dim]
+        rows = _places(index, spec, dim, placing, length, from_end=from_end)
+        written = called(call.op)(_longer(x, dim), dim, rows, *rest)
+        assert isinstance(written, torch.Tensor), call
+        return written.narrow(dim, 0, length)
+
+    return run
+
+
+def _longer(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """``x`` with one place more in ``dim``."""
+    return torch.cat([x, x.new_zeros([1 if at == dim else size for at, size in enumerate(x.shape)])], dim)
+
+
 def _match(*tensors: TensorMeta) -> bool:
     """Whether all have the same number of dims, and some: an index without elements may have another rank."""
     return len({len(x.shape) for x in tensors}) == 1 and tensors[0].shape != ()
@@ -55,7 +120,7 @@ def _match(*tensors: TensorMeta) -> bool:
 def gather(x: TensorMeta, dim: int, index: TensorMeta, sparse_grad: bool = False) -> str:
     if not _match(x, index):
         return f"{whole(x)} / {whole(index)} -> {whole(index)}"
-    left, right = _beside(x, index, dim, "[size]", "i")
+    left, right = _beside(x, index, dim, "size", "i")
     return f"{left} / {right} -> {right}"
 
 
@@ -68,7 +133,7 @@ def scatter(x: TensorMeta, dim: int, index: TensorMeta, source: object, *_: obje
 
 def scatter_add(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta) -> Rule:
     """Linear in what is added, which may be cut along the index: then the parts add up."""
-    return Rule(_scatter(x, dim, index, source, "{x} + {i} * {s} -> {x}", "i"), pends=False)
+    return Rule(_scatter(x, dim, index, source, "{x} + {i} * {s} -> {x}", "i"), pends=False, local=_write_along_local)
 
 
 def _scatter(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta, form: str, own: str) -> str:
@@ -80,7 +145,9 @@ def _scatter(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta, for
         agree = sizes[1] == sizes[2] and (at == place or sizes[0] == sizes[1])
         chosen = (f"[a{at}]", f"[b{at}]", f"[c{at}]")
         if agree:
-            chosen = ("[size]", own, own) if at == place else (f"d{at}",) * 3
+            chosen = (f"d{at}", own, own) if at == place else (f"d{at}",) * 3
+        elif at == place:
+            chosen = (f"d{at}", f"[b{at}]", f"[c{at}]")
         for side, name in zip(names, chosen, strict=True):
             side.append(name)
     x_dims, index_dims, source_dims = (text(side) for side in names)
@@ -88,7 +155,7 @@ def _scatter(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta, for
 
 
 def _one_dim(x: TensorMeta, dim: int, index: TensorMeta) -> tuple[str, list[str], str]:
-    dims = along(x, [dim])
+    dims = named(len(x.shape))
     source = list(dims)
     if source:
         source[wrap(dim, len(dims))] = "i"
@@ -99,14 +166,15 @@ def index_add(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta, al
     if not x.shape or not source.shape:
         return "f(_, _, _) -> _"
     dims, from_, i = _one_dim(x, dim, index)
-    return Rule(f"{dims} + {i} * {text(from_)} -> {dims}", pends=False)
+    return Rule(f"{dims} + {i} * {text(from_)} -> {dims}", pends=False, local=_write_along_local)
 
 
 def index_copy(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta) -> str:
     if not x.shape or not source.shape:
         return "f(_, _, _) -> _"
-    dims, from_, _ = _one_dim(x, dim, index)
-    return f"f({dims}, [i], {text(from_).replace('i', '[i]')}) -> {dims}"
+    dims, from_, i = _one_dim(x, dim, index)
+    whole_source = ["[i]" if name == "i" else name for name in from_]
+    return f"f({dims}, {i.replace('i', '[i]')}, {text(whole_source)}) -> {dims}"
 
 
 def index_reduce(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta, *_: object) -> str:
@@ -114,7 +182,7 @@ def index_reduce(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta,
 
 
 def index_fill(x: TensorMeta, dim: int, index: TensorMeta, value: object) -> str:
-    dims = text(along(x, [dim]))
+    dims = text(named(len(x.shape)))
     return f"f({dims}, _{', ...' if isinstance(value, TensorMeta) else ''}) -> {dims}"
 
 
@@ -137,6 +205,9 @@ def masked_scatter_backward(grad: TensorMeta, mask: TensorMeta, *_: object) -> s
 # --- several index tensors
 
 
+MASKS = (torch.bool, torch.uint8)
+
+
 class Indexed:
     """The dims of ``x[indices]`` as text: of ``x``, of each index tensor, and of the result.
 
@@ -144,9 +215,9 @@ class Indexed:
     boolean mask names as many elements as are true in it, which no rank can tell from a part.
     """
 
-    def __init__(self, x: TensorMeta, indices: Sequence[MaybeMeta], *, own: str = "i{}") -> None:
+    def __init__(self, x: TensorMeta, indices: Sequence[MaybeMeta], *, own: str = "i{}", writes: bool = False) -> None:
         ndim = len(x.shape)
-        masks = [index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices]
+        masks = [index is not None and index.dtype in MASKS for index in indices]
         covered: list[int] = []
         place = 0
         for index, mask in zip(indices, masks, strict=True):
@@ -159,8 +230,12 @@ class Indexed:
         ]
         self.ndim = max(lengths, default=0)
         self.names = [f"[m{dim}]" if any(masks) else own.format(dim) for dim in range(self.ndim)]
-        self.x = [f"[d{dim}]" if dim in covered else f"d{dim}" for dim in range(ndim)]
+        self.covered = covered
+        read_by_mask = any(masks) and not writes
+        self.x = [f"[d{dim}]" if dim in covered and read_by_mask else f"d{dim}" for dim in range(ndim)]
         self.indices = [self._of_index(index, mask) for index, mask in zip(indices, masks, strict=True)]
+        together = covered == list(range(covered[0], covered[-1] + 1)) if covered else True
+        self.front = covered[0] if covered and together else 0
         self.result = self._result(covered)
 
     def _of_index(self, index: MaybeMeta, mask: bool) -> str:
@@ -169,12 +244,8 @@ class Indexed:
         return text(self.names[self.ndim - len(index.shape) :])
 
     def _result(self, covered: Sequence[int]) -> list[str]:
-        if not covered:
-            return list(self.x)
-        together = list(covered) == list(range(covered[0], covered[-1] + 1))
-        front = covered[0] if together else 0
         left = [name for dim, name in enumerate(self.x) if dim not in covered]
-        return [*left[:front], *self.names, *left[front:]]
+        return [*left[: self.front], *self.names, *left[self.front :]]
 
 
 def index(x: TensorMeta, indices: Sequence[MaybeMeta]) -> str:
@@ -186,13 +257,87 @@ def index_put(
     x: TensorMeta, indices: Sequence[MaybeMeta], values: TensorMeta, accumulate: bool = False, unsafe: bool = False
 ) -> str | Rule:
     """Where several values meet, one wins, unless they accumulate: then the index is cut, and the parts add up."""
-    dims = Indexed(x, indices, own="i{}" if accumulate else "[i{}]")
+    dims = Indexed(x, indices, own="i{}" if accumulate else "[i{}]", writes=True)
     own = text(dims.x)
+    if _fills(indices, values, accumulate):
+        mask = next(place for place, index in enumerate(indices) if index is not None)
+        beside = [text(dims.x[mask : mask + len(dims.covered)]) if at == mask else "_" for at in range(len(indices))]
+        return f"f({', '.join([own, *beside, text(['1'] * len(values.shape))])}) -> {own}"
     put = dims.result[max(0, len(dims.result) - len(values.shape)) :]
     ones = ["1"] * (len(values.shape) - len(put))
     if any("[" in name for name in dims.names) or not accumulate:
         return f"f({', '.join([own, *dims.indices, text([*ones, *put])])}) -> {own}"
-    return Rule(f"{own} + {' * '.join([*dims.indices, text([*ones, *put])])} -> {own}", pends=False)
+    return Rule(
+        f"{own} + {' * '.join([*dims.indices, text([*ones, *put])])} -> {own}", pends=False, local=_index_put_local
+    )
+
+
+def _fills(indices: Sequence[MaybeMeta], values: TensorMeta, accumulate: bool) -> bool:
+    """Whether one value is written wherever a mask is true: to each element for itself."""
+    given = [index for index in indices if index is not None]
+    return len(given) == 1 and given[0].dtype in MASKS and prod(values.shape) == 1 and not accumulate
+
+
+def _cut_dims(call: Call, placing: Placing) -> list[int]:
+    """The dims that are indexed and cut."""
+    return [dim for dim in Indexed(*call.args[:2]).covered if placing.cuts(0, dim)]
+
+
+def _index_local(call: Call, placing: Placing) -> Run:
+    cut, spec = _cut_dims(call, placing), placing.inputs[0]
+    if spec is None or not cut:
+        return call.op
+
+    def run(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        rows = {dim: _places(_given(indices[dim]), spec, dim, placing, -1, from_end=True) for dim in cut}
+        if 0 in [x.shape[dim] for dim in cut]:
+            return x.new_zeros(placing.output_shape())
+        found: torch.Tensor = call.op(
+            x, [rows[dim].clamp(min=0) if dim in rows else own for dim, own in enumerate(indices)]
+        )
+        lacking = functools.reduce(torch.logical_or, [row < 0 for row in rows.values()])
+        return found.masked_fill(_beside_rest(lacking, call, found.dim()), 0)
+
+    return run
+
+
+def _given(index: torch.Tensor | None) -> torch.Tensor:
+    assert index is not None
+    return index
+
+
+def _beside_rest(lacking: torch.Tensor, call: Call, ndim: int) -> torch.Tensor:
+    """What is known of each place of the index, aligned with the dims of the result."""
+    dims = Indexed(call.args[0], call.args[1])
+    behind = ndim - dims.front - dims.ndim
+    return lacking.reshape([*lacking.shape, *[1] * behind])
+
+
+def _by_places(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The indices with the places where a mask is true in its stead."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in MASKS:
+            found.extend(index.nonzero().unbind(1))
+        else:
+            found.append(index)
+    return found
+
+
+def _index_put_local(call: Call, placing: Placing) -> Run:
+    cut, spec = _cut_dims(call, placing), placing.inputs[0]
+    if spec is None or not cut or _fills(call.args[1], call.args[2], call.args[3]):
+        return call.op
+
+    def run(x: torch.Tensor, indices: Sequence[torch.Tensor | None], *rest: object) -> torch.Tensor:
+        own, longer = _by_places(indices), x
+        for dim in cut:
+            own[dim] = _places(_given(own[dim]), spec, dim, placing, x.shape[dim], from_end=True)
+            longer = _longer(longer, dim)
+        written: torch.Tensor = call.op(longer, own, *rest)
+        return written[tuple(slice(size) for size in x.shape)]
+
+    return run
 
 
 # --- embeddings
@@ -299,27 +444,39 @@ def bucketize(values: TensorMeta, boundaries: TensorMeta, *_: object) -> str:
     return "f(..., _) -> ..."
 
 
+INDEX = ("index",)
+BAGS = (
+    "_embedding_bag",
+    "_embedding_bag_forward_only",
+    "_embedding_bag_backward",
+    "_embedding_bag_dense_backward",
+    "_embedding_bag_per_sample_weights_backward",
+)
+SEVERAL = ("indices",)
+
 RULES = {
-    "index_select": index_select,
-    "gather": gather,
-    "scatter": scatter,
-    "scatter_add": scatter_add,
-    "scatter_reduce": scatter,
-    "index_add": index_add,
-    "index_copy": index_copy,
-    "index_reduce": index_reduce,
-    "index_fill": index_fill,
-    "take": take,
-    "put": put,
-    "masked_scatter": masked_scatter,
-    "masked_scatter_backward": masked_scatter_backward,
-    "index.Tensor": index,
-    "_unsafe_index.Tensor": index,
-    "index_put": index_put,
-    "_unsafe_index_put": index_put,
-    "_index_put_impl": index_put,
-    "embedding": Rule(embedding, local=_embedding_local),
-    "embedding_dense_backward": Rule(embedding_backward, local=_embedding_backward_local),
+    "index_select": Rule(index_select, local=_along_local, plain=INDEX),
+    "gather": Rule(gather, local=_along_local, plain=INDEX),
+    "scatter": Rule(scatter, local=_write_along_local, plain=INDEX),
+    "scatter_add": Rule(scatter_add, local=_write_along_local, plain=INDEX),
+    "scatter_reduce": Rule(scatter, local=_write_along_local, plain=INDEX),
+    "index_add": Rule(index_add, local=_write_along_local, plain=INDEX),
+    "index_copy": Rule(index_copy, local=_write_along_local, plain=INDEX),
+    "index_reduce": Rule(index_reduce, local=_write_along_local, plain=INDEX),
+    "index_fill": Rule(index_fill, local=_write_along_local, plain=INDEX),
+    "take": Rule(take, plain=INDEX),
+    "put": Rule(put, plain=INDEX),
+    "masked_scatter": Rule(masked_scatter, plain=("mask",)),
+    "masked_scatter_backward": Rule(masked_scatter_backward, plain=("mask",)),
+    "index.Tensor": Rule(index, local=_index_local, plain=SEVERAL),
+    "_unsafe_index.Tensor": Rule(index, local=_index_local, plain=SEVERAL),
+    "index_put": Rule(index_put, local=_index_put_local, plain=SEVERAL),
+    "_unsafe_index_put": Rule(index_put, local=_index_put_local, plain=SEVERAL),
+    "_index_put_impl": Rule(index_put, local=_index_put_local, plain=SEVERAL),
+    "embedding": Rule(embedding, local=_embedding_local, plain=SEVERAL),
+    "embedding_dense_backward": Rule(embedding_backward, local=_embedding_backward_local, plain=SEVERAL),
+    # Bags are cut by offsets that are data.
+    **dict.fromkeys(BAGS, Rule(measured=True, plain=("indices", "offsets"))),
     "topk": topk,
     "sort": sort,
     "sort.stable": sort_stable,

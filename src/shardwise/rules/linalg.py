@@ -78,6 +78,8 @@ FACTORINGS: dict[str, Meaning] = {
     "lu_unpack": lu_unpack,
     "linalg_qr": qr,
     "geqrf": f"f({MATRIX}) -> {MATRIX}, ... [k]",
+    "ormqr": f"f({MATRIX}, ... [k], ... [x] [y]) -> ... [x] [y]",
+    "linalg_pinv.atol_rtol_tensor": f"f({MATRIX}, ..., ...) -> ... [n] [m]",
     "linalg_householder_product": f"f({MATRIX}, ... [k]) -> {MATRIX}",
 }
 
@@ -90,7 +92,13 @@ SOLVERS: dict[str, Meaning] = {
     "triangular_solve": f"f(... [x] [y], {SQUARE}) -> ... [x] [y], {SQUARE}",
 }
 
+DISTANCES: dict[str, Meaning] = {
+    "_cdist_forward": "f(... m [k], ... n [k]) -> ... m n",
+    "_cdist_backward": "... m n / ... m [k] / ... n [k] / ... m n -> ... m [k]",
+}
+
 RULES: dict[str, Meaning | Rule] = {
+    **DISTANCES,
     "_fft_c2c": Rule(fourier, local=unless_empty),
     "_fft_r2c": Rule(fourier, local=unless_empty),
     "_fft_c2r": Rule(fourier, local=unless_empty),

@@ -187,4 +187,14 @@ MARGINS = {
     "multilabel_margin_loss_backward": Rule(multilabel_margin_loss_backward, local=_mean_rows_backward_local),
 }
 
-RULES = {**ELEMENTWISE, **NLL, **MARGINS}
+# --- on whole operands: what lies where follows from the lengths of sequences and bags
+
+WHOLE = {
+    "_ctc_loss": Rule(measured=True),
+    "_ctc_loss_backward": Rule(measured=True),
+    "torch_nn::_linear_cross_entropy_batch_chunked": Rule(measured=True),
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": Rule(measured=True),
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction_backward": Rule(measured=True),
+}
+
+RULES = {**ELEMENTWISE, **NLL, **MARGINS, **WHOLE}

@@ -6,12 +6,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from shardwise.comm import wire
+from shardwise.rules import halo
 from shardwise.rules.empty import unless_empty, zeros
-from shardwise.rules.pattern import along, text
+from shardwise.rules.pattern import along, named, text
 from shardwise.rules.rule import Call, Placing, Rule, called
+from shardwise.sharding.placement import Intervals
 from shardwise.sharding.spec import TensorMeta
 
+aten = torch.ops.aten
 Run = Callable[..., object]
+Two = tuple[torch.Tensor, torch.Tensor]
 Sizes = Sequence[int]
 
 
@@ -48,6 +53,57 @@ def log_sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def log_sigmoid_backward(grad: torch.Tensor, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     """The gradient of `log_sigmoid`; the buffer is not read, for some devices leave it empty."""
     return grad * torch.sigmoid(-x)
+
+
+# --- random: what is drawn is drawn for the whole tensor, and each rank keeps its part
+
+
+def dropout(x: torch.Tensor, p: float, train: bool | None) -> Two:
+    """``native_dropout`` through one draw, so that it gives the same whatever the sharding."""
+    if train is False or p == 0:
+        return aten.clone.default(x), aten.ones_like.default(x, dtype=torch.bool)
+    mask = aten.bernoulli_.float(aten.empty_like.default(x, dtype=torch.bool), 1 - p)
+    return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+def fused_dropout(x: torch.Tensor, keep: float, generator: torch.Generator | None = None) -> Two:
+    mask = aten.bernoulli_.float(aten.empty_like.default(x, dtype=torch.uint8), keep, generator=generator)
+    return x * mask * (1 / keep), mask
+
+
+def rrelu(
+    x: torch.Tensor,
+    noise: torch.Tensor,
+    lower: float,
+    upper: float,
+    training: bool,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    """``rrelu_with_noise``: slopes are drawn one after the other where ``x`` is negative, so ``x`` is seen whole."""
+    if not training:
+        found: torch.Tensor = aten.leaky_relu.default(x, (lower + upper) / 2)
+        return found
+    drawn: Two = aten.rrelu_with_noise_functional.default(x, noise, lower, upper, True, generator)
+    noise.copy_(drawn[1])
+    return drawn[0]
+
+
+# --- three factors
+
+
+def trilinear(
+    a: TensorMeta, b: TensorMeta, c: TensorMeta, lacks_a: Sizes, lacks_b: Sizes, lacks_c: Sizes, summed: Sizes, *_: int
+) -> str:
+    """The product of three tensors, each without some dims of the whole, over which it broadcasts; some are summed."""
+    names = named(len(a.shape) + len(lacks_a))
+    factors = [
+        text(name for dim, name in enumerate(names) if dim not in lacks) for lacks in (lacks_a, lacks_b, lacks_c)
+    ]
+    return f"{' * '.join(factors)} -> {text(name for dim, name in enumerate(names) if dim not in summed)}"
+
+
+def _trilinear_local(call: Call, placing: Placing) -> Run:
+    return zeros(call, placing) if any(0 in placing.input_shape(at) for at in range(3)) else call.op
 
 
 # --- convolution
@@ -103,9 +159,12 @@ def convolution_backward(
 
 def _convolution_local(call: Call, placing: Placing) -> Run:
     x, weight, y = placing.input_shape(0), placing.input_shape(1), placing.output_shape()
+    groups = 1 if 0 in weight else _groups(call, x, weight, y)
+    over = halo.halo(call, placing, 0, placing.outputs[0], 3, groups)
+    if over is not None:
+        return lambda x, weight, bias, *_: over.forward(x, weight, bias, y)
     if 0 in x[:2] or 0 in weight[:2] or 0 in y:
         return _only_bias(y)
-    groups = _groups(call, x, weight, y)
     rest = (*call.args[3:8], groups)
     return lambda x, weight, bias, *_: call.op(x, weight, bias, *rest)
 
@@ -128,10 +187,14 @@ def _only_bias(shape: Sizes) -> Run:
 
 def _convolution_backward_local(call: Call, placing: Placing) -> Run:
     y, x, weight = (placing.input_shape(at) for at in range(3))
+    groups = 1 if 0 in weight else _groups(call, x, weight, y)
+    over = halo.halo(call, placing, 1, placing.inputs[0], 4, groups)
+    if over is not None:
+        return lambda grad, x, weight, *_: over.backward(grad, x, weight, call.args[10])
     if 0 in x[:2] or 0 in weight[:2] or 0 in y:
         return zeros(call, placing)
     bias_sizes = None if call.args[3] is None else [y[1]]
-    rest = (bias_sizes, *call.args[4:9], _groups(call, x, weight, y), call.args[10])
+    rest = (bias_sizes, *call.args[4:9], groups, call.args[10])
     return lambda grad, x, weight, *_: call.op(grad, x, weight, *rest)
 
 
@@ -165,14 +228,32 @@ def _resized_local(call: Call, placing: Placing) -> Run:
     return lambda grad, output_size, input_size, *rest: run(grad, output_size, shape, *rest)
 
 
-def sampled(ndim: int) -> Callable[..., str]:
-    """Pooling at places drawn for each channel; the draws have a batch dim even where the input has none."""
+def sampled(ndim: int) -> Rule:
+    """Pooling at places drawn for each channel: each rank has drawn its own, so those of the first are taken by all."""
+    return Rule(spatial(ndim, "f({x}, _) -> {y}, {y}"), local=_sampled_local, plain=("random_samples",))
 
-    def meaning(x: TensorMeta, *_: object) -> str:
-        draws = "b0 b1 [place]" if len(x.shape) == ndim + 2 else "1 b0 [place]"
-        return spatial(ndim, f"f({{x}}, {draws}) -> {{y}}, {{y}}")(x)
 
-    return meaning
+def _sampled_local(call: Call, placing: Placing) -> Run:
+    spec = placing.inputs[0]
+    assert spec is not None, call
+    group = spec.mesh.axes_group(tuple(range(spec.mesh.ndim)))
+    empty = zeros(call, placing) if 0 in placing.input_shape() else None
+
+    def run(x: torch.Tensor, kernel_size: Sizes, output_size: Sizes, samples: torch.Tensor) -> object:
+        agreed = wire.wait(wire.broadcast(samples.contiguous(), 0, group))
+        if empty is not None:
+            return empty(x)
+        batch = spec.ndim - len(output_size)
+        for dim in range(batch):
+            agreed = held(agreed, dim + 2 - batch, spec.intervals(dim, placing.coordinate))
+        return call.op(x, kernel_size, output_size, agreed)
+
+    return run
+
+
+def held(x: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
+    """The intervals of a dim, joined."""
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in intervals], dim)
 
 
 def columns(x: TensorMeta, *_: object) -> str:
@@ -215,9 +296,9 @@ POOLS = {
 UNPOOLS = {
     "max_unpool2d": over(2, "{x} / {x} -> {y}"),
     "max_unpool3d": over(3, "{x} / {x} -> {y}"),
-    "fractional_max_pool2d": Rule(sampled(2), local=unless_empty),
+    "fractional_max_pool2d": sampled(2),
     "fractional_max_pool2d_backward": over(2, PICKS_BACKWARD),
-    "fractional_max_pool3d": Rule(sampled(3), local=unless_empty),
+    "fractional_max_pool3d": sampled(3),
     "fractional_max_pool3d_backward": over(3, PICKS_BACKWARD),
 }
 
@@ -272,9 +353,18 @@ RULES = {
     "_log_softmax_backward_data": softmax_backward,
     "glu": glu,
     "glu_backward": glu_backward,
-    "native_dropout": Rule("f(...) -> ..., ...", local=unless_empty),
-    "convolution": Rule(convolution, local=_convolution_local),
-    "convolution_backward": Rule(convolution_backward, local=_convolution_backward_local),
+    "native_dropout": Rule(expand=dropout),
+    "_fused_dropout": Rule(expand=fused_dropout),
+    "rrelu_with_noise": Rule(expand=rrelu),
+    "rrelu_with_noise_functional": "f(..., ...) -> ..., ...",
+    "rrelu_with_noise_backward": "... / ... / ... -> ...",
+    "_trilinear": Rule(trilinear, local=_trilinear_local),
+    "_pdist_forward": "f(_) -> _",
+    "_pdist_backward": "f(_, _, _) -> _",
+    "convolution": Rule(convolution, local=_convolution_local, exchanging=halo.forward_strategies),
+    "convolution_backward": Rule(
+        convolution_backward, local=_convolution_backward_local, exchanging=halo.backward_strategies
+    ),
     "log_sigmoid_forward": Rule(expand=log_sigmoid),
     "log_sigmoid_backward": Rule(expand=log_sigmoid_backward),
     "_prelu_kernel_backward": "... / ... / ... -> ..., ...",

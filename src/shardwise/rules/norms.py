@@ -9,6 +9,7 @@ import torch
 
 from shardwise.rules.empty import unless_empty, zeros
 from shardwise.rules.rule import Call, Placing, Rule
+from shardwise.sharding.placement import Partial, Replicate
 from shardwise.sharding.spec import TensorMeta
 
 aten = torch.ops.aten
@@ -117,6 +118,16 @@ def _per_channel(statistic: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def _settled(moments: torch.Tensor) -> torch.Tensor:
+    """Moments that are used more than once, reduced over the ranks once: what is pending becomes whole."""
+    placements = getattr(moments, "placements", ())
+    if not any(isinstance(role, Partial) for role in placements):
+        return moments
+    roles = [Replicate() if isinstance(role, Partial) else role for role in placements]
+    found: torch.Tensor = moments.redistribute(placements=roles)  # type: ignore[attr-defined]
+    return found
+
+
 def batch_norm_training(
     x: torch.Tensor,
     weight: MaybeTensor,
@@ -130,9 +141,11 @@ def batch_norm_training(
     """``native_batch_norm`` by the moments of the whole batch; the running statistics are brought up to date."""
     dims = _statistics_dims(x)
     wide = x.float() if x.dtype.itemsize < 4 else x
-    var, mean = aten.var_mean.correction(wide, dims, correction=0)
+    mean = _settled(aten.mean.dim(wide, dims))
+    centred = wide - _per_channel(mean, x)
+    var = _settled(aten.mean.dim(centred * centred, dims))
     inverse = aten.rsqrt.default(var + eps)
-    result = (wide - _per_channel(mean, x)) * _per_channel(inverse, x)
+    result = centred * _per_channel(inverse, x)
     if weight is not None:
         result = result * _per_channel(weight, x)
     if bias is not None:
@@ -204,8 +217,8 @@ def batch_norm_training_backward(
     dims = _statistics_dims(x)
     count = prod(x.shape[dim] for dim in dims)
     normal = (x - _per_channel(mean, x)) * _per_channel(inverse, x)
-    bias_grad = aten.sum.dim_IntList(grad, dims)
-    weight_grad = aten.sum.dim_IntList(grad * normal, dims)
+    sums = [aten.sum.dim_IntList(grad, dims), aten.sum.dim_IntList(grad * normal, dims)]
+    bias_grad, weight_grad = aten.unbind.int(_settled(aten.stack.default(sums)))
     centred = grad - _per_channel(bias_grad / count, x) - normal * _per_channel(weight_grad / count, x)
     scale = inverse if weight is None else inverse * weight
     x_grad = centred * _per_channel(scale, x)

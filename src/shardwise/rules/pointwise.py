@@ -10,16 +10,17 @@ from collections.abc import Callable
 
 import torch
 
-from shardwise.rules.rule import Rule
+from shardwise.rules.rule import Call, Placing, Rule, called
 from shardwise.sharding.spec import TensorMeta
 
+aten = torch.ops.aten
 Number = bool | int | float | complex
 Meaning = Callable[..., "str | Rule"]
 
 SAME = "clone alias detach lift positive alias_copy detach_copy"
 LINEAR_AND_RISING = "deg2rad rad2deg"
 LINEAR_AND_FALLING = "neg"
-LINEAR = "_conj _conj_physical conj_physical _neg_view zero"
+LINEAR = "_conj_physical conj_physical zero"
 RISING = (
     "relu exp exp2 expm1 sigmoid tanh ceil floor round trunc sign erf atan sinh asinh hardsigmoid special_log_ndtr "
     "round.decimals"
@@ -50,19 +51,29 @@ def _sign(number: Number) -> int:
     return 1 if number > 0 else -1
 
 
-def shifted(_x: TensorMeta, _number: Number, _alpha: Number = 1) -> str:
-    return "up(...) -> ..."
+def once(call: Call, placing: Placing) -> Callable[..., object]:
+    """A number is added to a pending sum by one rank: for the others it is 0."""
+    run = called(call.op)
+    if placing.adds():
+        return run
+    at, number = next((at, item) for at, item in enumerate(call.args[1:], start=1) if isinstance(item, Number))
+    zero = type(number)(0)
+    return lambda *args: run(*args[:at], zero, *args[at + 1 :])
 
 
-def added(x: object, other: object, _alpha: Number = 1) -> str:
+def shifted(_x: TensorMeta, _number: Number, _alpha: Number = 1) -> Rule:
+    return Rule("+(...) -> ...", local=once)
+
+
+def added(x: object, other: object, _alpha: Number = 1) -> str | Rule:
     """``x + alpha * other``: a number in the place of a tensor only shifts the other."""
     if isinstance(other, TensorMeta):
         return "... + ... -> ..." if isinstance(x, TensorMeta) else "f(..., ...) -> ..."
-    return "up(..., ...) -> ..."
+    return Rule("+(... / ...) -> ...", local=once)
 
 
-def subtracted_from(_x: TensorMeta, _number: Number, alpha: Number = 1) -> str:
-    return {1: "down(...) -> ...", -1: "up(...) -> ..."}.get(_sign(alpha), "f(...) -> ...")
+def subtracted_from(_x: TensorMeta, _number: Number, alpha: Number = 1) -> Rule:
+    return Rule({1: "-(...) -> ...", -1: "+(...) -> ..."}.get(_sign(alpha), "... -> ..."), local=once)
 
 
 def divided(_x: object, _other: object, rounding_mode: str | None = None) -> str:
@@ -84,8 +95,8 @@ def copied(x: TensorMeta, source: TensorMeta, *_rest: object) -> str:
     return "same(..., ...) -> ..." if x.dtype is source.dtype else "... + ... -> ..."
 
 
-def filled(_x: TensorMeta, value: Number) -> str:
-    return "... -> ..." if value == 0 else "f(...) -> ..."
+def filled(_x: TensorMeta, value: Number) -> str | Rule:
+    return "... -> ..." if value == 0 else Rule("... -> ...", local=once)
 
 
 def chosen(condition: TensorMeta, _yes: object, _no: object) -> str:
@@ -93,8 +104,8 @@ def chosen(condition: TensorMeta, _yes: object, _no: object) -> str:
     return "... * ... + ... -> ..." if condition.dtype is torch.bool else "f(..., ..., ...) -> ..."
 
 
-def masked(_x: TensorMeta, _mask: TensorMeta, value: Number) -> str:
-    return "... * ... -> ..." if value == 0 else "f(..., ...) -> ..."
+def masked(_x: TensorMeta, _mask: TensorMeta, value: Number) -> str | Rule:
+    return "... * ... -> ..." if value == 0 else Rule("... * ... -> ...", local=once)
 
 
 def clamped(_x: TensorMeta, *_bounds: object) -> str:
@@ -137,6 +148,9 @@ RULES: dict[str, str | Meaning | Rule] = {
     **each(FALLING, "down(...) -> ..."),
     **each(LINEAR_IN_THE_FIRST, "... / ... -> ..."),
     **each(OPAQUE_OF_TWO, "f(..., ...) -> ..."),
+    # Lazy conjugates and negatives are known by a bit that only the kernels of plain tensors see.
+    "_conj": Rule("... -> ...", local=lambda call, placing: aten._conj_physical.default),
+    "_neg_view": Rule("... -> ...", local=lambda call, placing: aten.neg.default),
     "hardswish": "f(...) -> ...",
     "floor_divide.Scalar": "f(...) -> ...",
     "_to_copy": cast,

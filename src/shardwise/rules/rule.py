@@ -66,6 +66,13 @@ class Placing:
         spec = self.outputs[index]
         return spec is not None and any(isinstance(role, Partial) for role in spec.placements)
 
+    def adds(self, index: int = 0) -> bool:
+        """Whether this rank is the one that adds to an output what is to be in a pending sum once."""
+        spec = self.outputs[index]
+        assert spec is not None, index
+        roles = zip(spec.placements, self.coordinate, strict=True)
+        return all(place == 0 for role, place in roles if isinstance(role, Partial) and role.reduce_op == "sum")
+
 
 Local = Callable[[Call, Placing], Callable[..., object]]
 
@@ -77,13 +84,21 @@ class Rule:
     ``meaning``  the text of an equation, strategies, or a function of the call's arguments that returns one or a Rule
     ``reduce``   what a contracted name leaves pending; None: a name cannot be contracted
     ``local``    given the call and the placing, the function to run on local tensors, called with the op's arguments in
-                 schema order (keyword-only ones last); None: the operator itself
+                 schema order (keyword-only ones last); None, or the operator as the function: the operator itself
     ``pends``    whether a pending sum may pass where the text is linear (not for booleans, say)
     ``contiguous``  the local call relies on a cut dim being one interval (so a `StridedShard` will not do)
     ``expand``   the operator written in terms of others, run on the distributed tensors themselves, called with the
                  arguments in schema order: where there is no meaning, or where every strategy would have to communicate
     ``out``      how many of the last operands are what the outputs are written to: they lie as the outputs do
     ``in_place`` the first output is operand 0 written over: the two lie alike
+    ``measured`` what comes out is known only once it is there (how many elements are not zero, say): every operand is
+                 whole, and so is every result, whose shape is measured
+    ``apart``    the entries of its lists have nothing to do with each other, and may lie on different meshes: where
+                 there is more than one, ``expand`` it is
+    ``exchanging`` given the call, strategies beside those of the meaning, by which the local calls of the ranks of an
+                 axis talk to each other: they exchange borders, say
+    ``plain``    names of arguments for which a plain tensor is taken as replicated: indices and masks, mostly, which
+                 programs write down themselves, and torch as well
     """
 
     meaning: str | Strategies | Callable[..., str | Strategies | Rule] = ""
@@ -94,6 +109,10 @@ class Rule:
     expand: Callable[..., object] | None = None
     out: int = 0
     in_place: bool = False
+    measured: bool = False
+    apart: bool = False
+    plain: tuple[str, ...] = ()
+    exchanging: Callable[[Call], Strategies] | None = None
 
 
 @dataclass(slots=True)
@@ -112,22 +131,26 @@ class Choices:
     @property
     def labels(self) -> list[str]:
         """What the strategies are called; the first that fits without a move is taken."""
-        return list(self.listed) if self.bound is None else self.bound.labels()
+        return [*([] if self.bound is None else self.bound.labels()), *self.listed]
 
     def strategy(self, label: str, parts: int, sizes: Sizes) -> Strategy | None:
         """The strategy of that label on an axis of ``parts`` ranks, or None where the sizes do not allow it."""
-        found = self.listed[label] if self.bound is None else self.bound.strategy(label, parts, sizes)
+        found = self.listed[label] if label in self.listed else self._bound(label).strategy(label, parts, sizes)
         if found is None or (self.in_place and found.inputs[0] != found.outputs[0]):
             return None
         return Strategy(found.inputs + found.outputs[: self.out], found.outputs) if self.out else found
 
     def takes_any_cut(self, label: str) -> bool:
         """Whether the `Shard` roles of the strategy stand for any cut of these dims."""
-        return self.bound is not None and not self.contiguous and self.bound.stands_alone(label)
+        return label not in self.listed and not self.contiguous and self._bound(label).stands_alone(label)
 
     def after(self, label: str, parts: int, sizes: Sizes) -> Sizes:
         """The sizes that the next axis finds."""
-        return sizes if self.bound is None else self.bound.after(label, parts, sizes)
+        return sizes if label in self.listed else self._bound(label).after(label, parts, sizes)
+
+    def _bound(self, label: str) -> Bound:
+        assert self.bound is not None, label
+        return self.bound
 
 
 def choices(rule: Rule, call: Call) -> Choices:
@@ -145,12 +168,15 @@ def choices(rule: Rule, call: Call) -> Choices:
         steady=frozenset(place for place, meta in enumerate(call.operands) if meta and meta.dtype is torch.bool),
         passes=_passing(call) if rule.pends else frozenset(),
     )
-    key = (meaning, bound.reduce, bound.passes, bound.steady, rule.out, rule.in_place, rule.contiguous)
+    exchanging = () if rule.exchanging is None else rule.exchanging(call)
+    listed = {f"exchange {index}": strategy for index, strategy in enumerate(exchanging)}
+    key = (meaning, bound.reduce, bound.passes, bound.steady, rule.out, rule.in_place, rule.contiguous, len(listed))
     return Choices(
         bound.sizes,
         rule.local,
         key,
         bound,
+        listed,
         out=rule.out,
         in_place=rule.in_place,
         contiguous=rule.contiguous,
@@ -205,12 +231,13 @@ def _is_integer(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool
 
 
-def called(op: torch._ops.OpOverload) -> Callable[..., object]:
-    """``op``, to be called with all of its arguments in schema order."""
+def called(op: torch._ops.OpOverload, by: Callable[..., object] | None = None) -> Callable[..., object]:
+    """``op``, or ``by`` in its place, to be called with all of the arguments of ``op`` in schema order."""
+    run_it = by or op
     positional = sum(not argument.kwarg_only for argument in op._schema.arguments)
     names = [argument.name for argument in op._schema.arguments[positional:]]
 
     def run(*args: object) -> object:
-        return op(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
+        return run_it(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
 
     return run

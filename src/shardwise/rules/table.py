@@ -14,32 +14,53 @@ from functools import cache
 from typing import Protocol
 
 import torch
+from torch._decomp import decomposition_table
 
 from shardwise.errors import RuleError, message
+from shardwise.mesh.world import current_world
 from shardwise.rules import (
     algebra,
     answers,
     attention,
     creation,
+    gathered,
     indexing,
     linalg,
+    lists,
     losses,
     nn,
     norms,
     pointwise,
+    search,
     shape,
     views,
 )
 from shardwise.rules.equation import parse
 from shardwise.rules.foreach import foreach_base, foreach_entries
-from shardwise.rules.rule import Call, Placing, Rule, Strategies
+from shardwise.rules.rule import Call, Placing, Rule, Strategies, called
 from shardwise.sharding.spec import TensorMeta
 
 __all__ = ["foreach_base", "foreach_entries", "lookup", "make_call", "register_rule", "unregister_rule"]
 
 FAMILIES: Sequence[Mapping[str, object]] = tuple(
     family.RULES
-    for family in (pointwise, algebra, views, shape, indexing, nn, norms, attention, losses, linalg, creation, answers)
+    for family in (
+        pointwise,
+        algebra,
+        views,
+        shape,
+        indexing,
+        nn,
+        norms,
+        attention,
+        losses,
+        linalg,
+        creation,
+        answers,
+        gathered,
+        search,
+        lists,
+    )
 )
 
 _user_rules: dict[str, Rule] = {}
@@ -100,7 +121,7 @@ def as_rule(entry: object) -> Rule:
 
 @cache
 def _lookup(op: torch._ops.OpOverload) -> Rule | None:
-    return _out(op) or _named(op) or _in_place(op) or _pointwise(op)
+    return _out(op) or _named(op) or _in_place(op) or _pointwise(op) or _decomposed(op)
 
 
 def _named(op: torch._ops.OpOverload) -> Rule | None:
@@ -119,6 +140,20 @@ def _find(name: str, overload: str) -> Rule | None:
 # --- variants
 
 
+def out_of_place(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The functional operator of one that writes over its first operand; its arguments are the same, in order.
+
+    >>> out_of_place(torch.ops.aten.relu_.default)
+    <OpOverload(op='aten.relu', overload='default')>
+    """
+    name, arguments = op._schema.name.removeprefix("aten::"), op._schema.arguments
+    if not name.endswith("_") or name.endswith("__") or not _writes(op._schema, 0):
+        return None
+    found = _functional(name[:-1], arguments)
+    names = [argument.name for argument in arguments]
+    return found if found is not None and [own.name for own in found._schema.arguments] == names else None
+
+
 def _in_place(op: torch._ops.OpOverload) -> Rule | None:
     name = op._schema.name.removeprefix("aten::")
     if not name.endswith("_") or name.endswith("__") or not _writes(op._schema, 0):
@@ -126,6 +161,7 @@ def _in_place(op: torch._ops.OpOverload) -> Rule | None:
     functional = _functional(name[:-1], op._schema.arguments)
     found = _find(name[:-1], functional._schema.overload_name or "default") if functional else None
     found = found or _find(name[:-1], op._schema.overload_name or "default") or _pointwise(functional or op)
+    found = found or (_decomposed(functional) if functional else None)
     if found is None:
         return None
     if torch.Tag.inplace_view in op.tags:  # only relabels: the result may lie otherwise, and nothing is written
@@ -143,7 +179,7 @@ def _out(op: torch._ops.OpOverload) -> Rule | None:
         return None
     functional = _functional(op._schema.name.removeprefix("aten::"), [arguments[place] for place in kept])
     found = None if functional is None else _lookup(functional)
-    if found is None or functional is None:
+    if found is None or functional is None or found.measured:  # nothing can be written to before its size is known
         return None
     order = [arguments[place].name for place in kept]
     places = tuple(kept[order.index(argument.name)] for argument in functional._schema.arguments)
@@ -167,12 +203,41 @@ def _functional(name: str, arguments: Sequence[torch.Argument]) -> torch._ops.Op
 
 def _pointwise(op: torch._ops.OpOverload) -> Rule | None:
     schema = op._schema
-    tensors = [argument for argument in schema.arguments if "Tensor" in str(argument.type)]
+    tensors = _tensors(op)
     if torch.Tag.pointwise not in op.tags or torch.Tag.nondeterministic_seeded in op.tags:
         return None
     if not tensors or any("List" in str(argument.type) for argument in tensors):
         return None
     return Rule(f"f({', '.join('...' for _ in tensors)}) -> {', '.join('...' for _ in schema.returns)}")
+
+
+def _decomposed(op: torch._ops.OpOverload) -> Rule | None:
+    """Torch's own way to write an operator in terms of others; random ones would draw other numbers by it."""
+    if op._can_decompose() or foreach_base(op) is not None:  # made of others already
+        return None
+    # torch's primitives, of which some decompositions are made, say what they are among the other operators
+    found = op._overloadpacket.impl_aten if op.namespace == "prims" else decomposition_table.get(op)
+    if found is None or torch.Tag.nondeterministic_seeded in op.tags or not _tensors(op):
+        return None
+    run = called(op, found)
+
+    def expand(*args: object) -> object:
+        memory = current_world().memory
+        under_way, implicit = memory.get("decomposing", ()), memory.get("implicit replication", False)
+        if op in under_way:
+            raise RuleError(message(f"{op} has no sharding rule, and is part of its own decomposition"))
+        # The plain tensors that a decomposition makes are the same on every rank.
+        memory.update({"decomposing": (*under_way, op), "implicit replication": True})
+        try:
+            return run(*args)
+        finally:
+            memory.update({"decomposing": under_way, "implicit replication": implicit})
+
+    return Rule(expand=expand)
+
+
+def _tensors(op: torch._ops.OpOverload) -> list[torch.Argument]:
+    return [argument for argument in op._schema.arguments if "Tensor" in str(argument.type)]
 
 
 def _varied(
@@ -190,7 +255,7 @@ def _varied(
         operands = call.operands[: len(call.operands) - out]
         args = tuple(call.args[place] for place in places)
         run = rule.local(replace(call, op=functional, args=args, operands=operands), placing)
-        return _writing(run, places)
+        return call.op if run is functional else _writing(run, places)
 
     return replace(
         rule,

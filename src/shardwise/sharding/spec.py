@@ -47,7 +47,10 @@ class TensorMeta:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorMeta:
-        """The meta of a tensor."""
+        """The meta of a tensor; raises `PlacementError` if it is sparse."""
+        if tensor.layout is not torch.strided:
+            do = "x.to_dense()"
+            raise PlacementError(message("a sparse tensor cannot be a DTensor", got=str(tensor.layout), do=do))
         return TensorMeta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
     @staticmethod

@@ -201,10 +201,27 @@ def _after(function: Callable[..., object], mesh: DeviceMesh) -> Callable[..., o
 @contextmanager
 def implicit_replication() -> Iterator[None]:
     """Within the block, plain tensors beside distributed ones are taken as replicated: the same on every rank."""
+    with _allowed("implicit replication"):
+        yield
+
+
+@contextmanager
+def replicate_unknown() -> Iterator[None]:
+    """Within the block, an operator that has no sharding rule runs on whole tensors, on every rank the same.
+
+    Its operands are replicated (which shows in traces like any move), and so are its results. A warning names each such
+    operator once. Outside of the block such an operator raises `RuleError`.
+    """
+    with _allowed("replicate unknown"):
+        yield
+
+
+@contextmanager
+def _allowed(what: str) -> Iterator[None]:
     memory = current_world().memory
-    before = memory.get("implicit replication", False)
-    memory["implicit replication"] = True
+    before = memory.get(what, False)
+    memory[what] = True
     try:
         yield
     finally:
-        memory["implicit replication"] = before
+        memory[what] = before

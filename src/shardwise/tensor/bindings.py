@@ -16,7 +16,7 @@ FUNCTIONS = """
     minimum mm mul native_layer_norm ne neg pow prod reciprocal relu rsqrt rsub sigmoid sign sin sqrt stack sub sum
     tanh tril triu where _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data
 """
-NEURAL = "gelu silu elu hardswish leaky_relu mse_loss"
+NEURAL = "gelu silu elu hardswish leaky_relu"
 METHODS = """
     detach expand masked_fill permute select squeeze t transpose unbind unfold unsqueeze view
     add_ mul_ div_ sub_ copy_ zero_ fill_ addcmul_ addcdiv_ lerp_ sqrt_ clamp_ neg_ exp_

@@ -11,13 +11,24 @@ from typing import Any
 
 import torch
 
+from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import current_world
 from shardwise.redistribute import execute
 from shardwise.redistribute.steps import Step
 from shardwise.rules.foreach import foreach_base, foreach_entries
 from shardwise.rules.table import void_when_rules_change
-from shardwise.sharding.spec import Spec
-from shardwise.tensor.prepare import Args, Kwargs, Place, Ready, in_schema_order, prepare, reads_no_numbers
+from shardwise.sharding.placement import Replicate
+from shardwise.sharding.spec import Spec, TensorMeta
+from shardwise.tensor.prepare import (
+    Args,
+    Kwargs,
+    Place,
+    Ready,
+    in_schema_order,
+    is_replicated,
+    prepare,
+    reads_no_numbers,
+)
 from shardwise.tensor.propagate import Op
 
 # How many plans a rank remembers; with SHARDWISE_CACHE=0 in the environment, none.
@@ -115,7 +126,7 @@ def _local_of(argument: torch.Tensor, kind: Any, key: list[Any]) -> torch.Tensor
     if isinstance(argument, kind):
         key.append(argument._spec)
         return argument._local_tensor  # type: ignore[no-any-return]
-    implicit = argument.ndim > 0 and current_world().memory.get("implicit replication", False)
+    implicit = argument.ndim > 0 and is_replicated()
     key.append((implicit, argument.dtype, tuple(argument.shape), argument.stride()))
     return argument
 
@@ -130,7 +141,8 @@ def _plans() -> Plans:
 
 def _prepared(plans: Plans, key: Any, kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Ready:
     ready = prepare(kind, op, args, kwargs, lambda *entry: ready_for(kind, *entry))
-    plans.remember(key, ready)
+    if ready.lasts:
+        plans.remember(key, ready)
     return ready
 
 
@@ -158,10 +170,14 @@ def _run(
         return run_each(op, args, kwargs, ready)
     for place, source, steps in ready.moves:
         _replace(local_args, local_kwargs, place, source, steps)
+    if ready.relabels:  # the local tensor may be known elsewhere, and keeps its shape there
+        local_args[0] = local_args[0].view_as(local_args[0])
     if ready.normalized and local_kwargs:
         result = ready.local(*in_schema_order(op, tuple(local_args), local_kwargs))
     else:
         result = ready.local(*local_args, *ready.tail, **local_kwargs)
+    if ready.relabels:
+        return _relabelled(op, args, kwargs, result, ready)
     return wrapped(kind, ready, result, args, kwargs)
 
 
@@ -181,6 +197,8 @@ def wrapped(kind: Any, ready: Ready, result: Any, args: Args, kwargs: Kwargs) ->
     if ready.written:
         targets = [_at(args, kwargs, place) for place in ready.written]
         return targets[0] if returns == "tensor" else tuple(targets)
+    if ready.measured is not None:
+        return _measured(kind, ready.measured, result)
     if returns == "tensor":
         return kind._wrap(result, ready.outputs[0])
     if returns == "other":
@@ -189,6 +207,24 @@ def wrapped(kind: Any, ready: Ready, result: Any, args: Args, kwargs: Kwargs) ->
     for part, spec in zip(result, ready.outputs, strict=True):
         made.append(kind._wrap(part, spec) if spec is not None and part is not None else part)
     return made if returns == "list" else tuple(made)
+
+
+def _measured(kind: Any, mesh: DeviceMesh, result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return kind._wrap(result, Spec(mesh, (Replicate(),) * mesh.ndim, TensorMeta.of(result)))
+    if isinstance(result, (list, tuple)):
+        made = [_measured(kind, mesh, item) for item in result]
+        return made if isinstance(result, list) else tuple(made)
+    return result
+
+
+def _relabelled(op: Op, args: Args, kwargs: Kwargs, result: torch.Tensor, ready: Ready) -> Any:
+    """The first argument, which has another shape from now on."""
+    target = args[0]
+    target._local_tensor, target._spec = result, ready.outputs[0]
+    with torch._C._DisableTorchDispatch():  # the tensor itself knows its shape, and has no elements
+        op(*args, **kwargs)
+    return target
 
 
 def _at(args: Args, kwargs: Kwargs, place: Place) -> Any:

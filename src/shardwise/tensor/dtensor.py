@@ -245,7 +245,8 @@ def _global_meta(
         return TensorMeta(tuple(shape), tuple(stride), local.dtype)
     if shape is not None:
         return TensorMeta.contiguous(tuple(shape), local.dtype)
-    sizes, strides = list(local.shape), list(local.stride())
+    own = TensorMeta.of(local)
+    sizes, strides = list(own.shape), list(own.stride)
     for placement, parts in zip(placements, mesh.shape, strict=True):
         if isinstance(placement, Cut):
             grown = strides[placement.dim]

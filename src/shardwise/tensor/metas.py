@@ -190,5 +190,7 @@ LAWS: dict[Op, Callable[[Op, Args, Kwargs], Metas | None]] = {
     aten._log_softmax.default: _like_first,
     aten._softmax_backward_data.default: _like_first,
     aten._log_softmax_backward_data.default: _like_first,
+    aten.multi_margin_loss_backward.default: lambda op, args, kwargs: _like_first(op, (args[1],), {}),
+    aten.multilabel_margin_loss_backward.default: lambda op, args, kwargs: _like_first(op, (args[1],), {}),
     aten.nll_loss_backward.default: lambda op, args, kwargs: _like_first(op, (args[1],), kwargs),
 }

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import InplaceError, MixedTensorError, PlacementError, message
+from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import current_world
 from shardwise.redistribute.steps import Step
 from shardwise.rules.foreach import foreach_base, foreach_entries, foreach_position
@@ -34,6 +35,8 @@ class Ready:
 
     ``wraps`` is the spec of the result where that is one tensor, nothing moves and nothing is written: the quick way,
     with ``tail`` after the arguments.
+    Where ``measured`` is a mesh, the results are whole on it, of whatever shape they come. A plan that does not last is
+    made anew for each call.
     ``expand`` and ``each`` stand in place of all the rest: the operator in terms of others, or entry by entry.
     """
 
@@ -46,20 +49,37 @@ class Ready:
     expand: Callable[..., Any] | None = None
     each: bool = False
     wraps: Spec | None = None
+    measured: DeviceMesh | None = None
+    relabels: bool = False
+    lasts: bool = True
     tail: tuple[Any, ...] = ()
 
 
 def prepare(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., Ready]) -> Ready:
     """Plan a call; ``known(op, args, kwargs)`` gives what is ready for one entry of a list operator."""
-    if foreach_base(op) is not None:
+    traits, rule = signature(op), lookup(op)
+    if rule is not None and rule.apart and any(isinstance(item, (list, tuple)) and len(item) > 1 for item in args):
+        return Ready(op, (), (), traits.returns, expand=rule.expand)
+    if rule is None and foreach_base(op) is not None:
         return _prepare_foreach(kind, op, args, kwargs, known)
-    traits = signature(op)
-    if traits.is_composite and lookup(op) is None:
+    if traits.is_composite and rule is None:
         return Ready(op, (), (), "other", expand=_decompose(op, traits))
     places = list(places_of(op, traits, args, kwargs))
+    carried = _carrying(kind, op, args, kwargs, places)
+    if carried is not None:
+        return Ready(op, (), (), traits.returns, expand=carried)
     asked = ask(kind, op, args, kwargs, places)
     plan = plan_random(asked) if draws(asked) else propagate(asked)
-    _check_written(asked, plan, traits)
+    if not traits.relabels:
+        _check_written(asked, plan, traits)
+    if plan.expand is not None:
+        plain = [
+            (_position(place, traits), place[1], spec)
+            for place, spec in zip(places, asked.specs, strict=True)
+            if spec is not None and spec.ndim and not isinstance(_operand(args, kwargs, place), kind)
+        ]
+        expand = _dressing(kind, plan.expand, plain) if plain else plan.expand
+        return Ready(plan.local, (), (), traits.returns, expand=expand)
     return _ready(plan, traits, places, asked, args, kwargs)
 
 
@@ -88,8 +108,8 @@ def _decompose(op: Op, traits: Signature) -> Callable[..., Any]:
 
 
 def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, args: Args, kwargs: Kwargs) -> Ready:
-    if plan.expand is not None:
-        return Ready(plan.local, (), (), traits.returns, expand=plan.expand)
+    if plan.measured:
+        return _ready_to_measure(plan, traits, places, asked)
     written = tuple(place for place in places if _position(place, traits) in traits.written)
     moves = tuple((places[move.operand], move.source, move.steps) for move in plan.moves)
     local = direct(asked.op) if plan.local is asked.op else plan.local
@@ -98,7 +118,43 @@ def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, a
     in_order = not (plan.normalized and kwargs)
     wraps = plan.outputs[0] if traits.returns == "tensor" and in_order and not (moves or written) else None
     tail = traits.defaults[len(args) :] if plan.normalized else ()
-    return Ready(local, moves, plan.outputs, traits.returns, written, plan.normalized, wraps=wraps, tail=tail)
+    return Ready(
+        local,
+        moves,
+        plan.outputs,
+        traits.returns,
+        written,
+        plan.normalized,
+        wraps=wraps,
+        relabels=traits.relabels,
+        tail=tail,
+    )
+
+
+def _ready_to_measure(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked) -> Ready:
+    written = tuple(place for place in places if _position(place, traits) in traits.written)
+    moves = tuple((places[move.operand], move.source, move.steps) for move in plan.moves)
+    local = plan.local
+    if asked.coordinate is None:
+        empty = tuple(torch.empty(0) for _ in asked.op._schema.returns)
+        local, moves = lambda *_, **__: empty[0] if traits.returns == "tensor" else empty, ()
+    return Ready(local, moves, (), traits.returns, written, measured=asked.mesh, lasts=plan.lasts)
+
+
+def _dressing(kind: Any, expand: Callable[..., Any], plain: list[tuple[int, int, Spec]]) -> Callable[..., Any]:
+    """``expand`` on arguments of which the ``plain`` tensors, taken as replicated, become distributed ones."""
+
+    def run(*args: Any) -> Any:
+        dressed = list(args)
+        for position, item, spec in plain:
+            if item < 0:
+                dressed[position] = kind._wrap(dressed[position], spec)
+            else:
+                dressed[position] = list(dressed[position])
+                dressed[position][item] = kind._wrap(dressed[position][item], spec)
+        return expand(*dressed)
+
+    return run
 
 
 def _position(place: Place, traits: Signature) -> int:
@@ -135,8 +191,51 @@ def ask(kind: Any, op: Op, args: Args, kwargs: Kwargs, places: Sequence[Place]) 
     if len(meshes) != 1:
         raise _cross_mesh(op, distributed)
     mesh = meshes.pop()
-    specs = tuple(_spec_of(operand, kind, mesh, op) for operand in operands)
+    trusted = _trusted(op)
+    specs = tuple(
+        _spec_of(operand, kind, mesh, op, bool(trusted) and _name(place, op) in trusted)
+        for operand, place in zip(operands, places, strict=True)
+    )
     return Asked(op, _metas(args, kind), _metas(kwargs, kind), specs, mesh, mesh.get_coordinate())
+
+
+def _carrying(kind: Any, op: Op, args: Args, kwargs: Kwargs, places: list[Place]) -> Callable[..., Any] | None:
+    """For a call over several meshes of the same ranks: to carry what has no dims to the mesh of the rest, and run it.
+
+    Such a number, the norm of some gradients for example, is the same on every rank once nothing of it is pending. So
+    it also serves a plain tensor that is written to, which is each rank's own.
+    """
+    traits = signature(op)
+    distributed = [one for one in (_operand(args, kwargs, place) for place in places) if isinstance(one, kind)]
+    targets = [_operand(args, kwargs, place) for place in places if _position(place, traits) in traits.written]
+    mesh = next((one._spec.mesh for one in distributed if one.ndim), distributed[0]._spec.mesh if distributed else None)
+    if (
+        targets
+        and not any(isinstance(one, kind) or one is None for one in targets)
+        and any(one.ndim for one in targets)
+    ):
+        mesh = None
+    foreign = [one for one in distributed if one._spec.mesh is not mesh]
+    if not foreign or any(one.ndim or (mesh and set(one._spec.mesh.ranks) != set(mesh.ranks)) for one in foreign):
+        return None
+    positional = signature(op).positional
+    names = signature(op).names[positional:]
+
+    def carry(item: Any) -> Any:
+        if isinstance(item, (list, tuple)):
+            return [carry(entry) for entry in item]
+        if not isinstance(item, kind) or item._spec.mesh is mesh:
+            return item
+        whole = item.redistribute(placements=[Replicate()] * item._spec.mesh.ndim)
+        if mesh is None:
+            return whole._local_tensor
+        return kind._wrap(whole._local_tensor, Spec(mesh, (Replicate(),) * mesh.ndim, item._spec.meta))
+
+    def run(*args: Any) -> Any:
+        moved = [carry(item) for item in args]
+        return op(*moved[:positional], **dict(zip(names, moved[positional:], strict=True)))
+
+    return run
 
 
 def _operand(args: Args, kwargs: Kwargs, place: Place) -> Any:
@@ -145,13 +244,23 @@ def _operand(args: Args, kwargs: Kwargs, place: Place) -> Any:
     return found[item] if item >= 0 and found is not None else found
 
 
-def _spec_of(operand: Any, kind: Any, mesh: Any, op: Op) -> Spec | None:
+def _name(place: Place, op: Op) -> str:
+    return place[0] if isinstance(place[0], str) else signature(op).names[place[0]]
+
+
+def _trusted(op: Op) -> tuple[str, ...]:
+    """The arguments of ``op`` for which a plain tensor is taken to be the same on every rank."""
+    rule = lookup(op)
+    return () if rule is None else rule.plain
+
+
+def _spec_of(operand: Any, kind: Any, mesh: Any, op: Op, trusted: bool) -> Spec | None:
     if not isinstance(operand, torch.Tensor):
         return None
     if isinstance(operand, kind):
         spec: Spec = operand._spec
         return spec
-    if operand.ndim == 0 or current_world().memory.get("implicit replication"):
+    if trusted or operand.numel() == 1 or is_replicated():
         return Spec(mesh, (Replicate(),) * mesh.ndim, TensorMeta.of(operand))
     raise MixedTensorError(
         message(
@@ -160,6 +269,18 @@ def _spec_of(operand: Any, kind: Any, mesh: Any, op: Op) -> Spec | None:
             do="distribute_tensor(plain, mesh, [Replicate()]) first, or run it under shardwise.implicit_replication()",
         )
     )
+
+
+def is_replicated() -> bool:
+    """Whether plain tensors beside distributed ones are the same on every rank.
+
+    Users may have said so, or torch, around tensors that it makes itself; and what its formulas for gradients make
+    beside distributed tensors, they make on every rank.
+    """
+    if current_world().memory.get("implicit replication") or torch._C._get_dtensor_allow_implicit_replication():
+        return True
+    node = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def _metas(argument: Any, kind: Any) -> Any:
@@ -198,6 +319,11 @@ def _check_written(asked: Asked, plan: OpPlan, traits: Signature) -> None:
             )
 
 
+def _stands_apart(ready: Ready) -> bool:
+    """Whether what is ready for an entry is more than the kernel, so that a list of entries cannot be one call."""
+    return ready.expand is not None or ready.normalized or ready.each or ready.measured is not None
+
+
 def _prepare_foreach(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., Ready]) -> Ready:
     base, traits = foreach_base(op), signature(op)
     entries = foreach_entries(op, args, kwargs)
@@ -205,7 +331,7 @@ def _prepare_foreach(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Calla
         known(base, own, named) if any(isinstance(item, kind) for item in (*own, *named.values())) else None
         for own, named in entries
     ]
-    if any(ready is not None and (ready.expand is not None or ready.normalized) for ready in each):
+    if any(ready is not None and _stands_apart(ready) for ready in each):
         return Ready(op, (), (), traits.returns, each=True)
     moves: list[tuple[Place, Spec, tuple[Step, ...]]] = []
     outputs: list[Spec | None] = []

@@ -5,6 +5,7 @@ Everything here is decided from global facts (specs, sizes, static arguments), s
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,11 +18,11 @@ from shardwise.mesh.world import current_world
 from shardwise.redistribute.planner import plan, price
 from shardwise.redistribute.steps import Step
 from shardwise.rules.equation import Sizes, Strategy
-from shardwise.rules.rule import Call, Choices, Placing, Rule, choices, resolve
-from shardwise.rules.table import lookup, make_call
-from shardwise.sharding.placement import Partial, Placement, Shard, StridedShard
+from shardwise.rules.rule import Call, Choices, Placing, Rule, called, choices, resolve
+from shardwise.rules.table import lookup, make_call, out_of_place
+from shardwise.sharding.placement import Cut, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta
-from shardwise.tensor.metas import output_metas
+from shardwise.tensor.metas import Metas, output_metas
 from shardwise.tensor.signature import Signature, signature
 
 Op = torch._ops.OpOverload
@@ -44,7 +45,8 @@ class OpPlan:
     """What dispatch remembers of a call: what to move, what to run on the local tensors, how the results lie.
 
     ``local`` takes the arguments as they came if ``normalized`` is False, else all of them in schema order.
-    ``expand`` stands in place of all the rest: the operator written in terms of others.
+    ``expand`` stands in place of all the rest: the operator written in terms of others. With ``measured`` the results
+    are whole, and nothing is known of them beforehand; ``lasts`` is whether the plan may be used again.
     """
 
     local: Callable[..., Any]
@@ -52,6 +54,8 @@ class OpPlan:
     outputs: tuple[Spec | None, ...] = ()
     normalized: bool = False
     expand: Callable[..., Any] | None = None
+    measured: bool = False
+    lasts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +91,69 @@ def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
     """
     rule = lookup(asked.op)
     if rule is None:
-        raise RuleError(
-            message(
-                f"{asked.op} is not supported on DTensors: it has no sharding rule",
-                asked=asked,
-                do="shardwise.register_rule(...) for it, or call it on .full_tensor()",
-            )
-        )
+        return _unknown(asked)
     traits = signature(asked.op)
     if rule.meaning == "" and rule.expand is not None:
         return OpPlan(asked.op, expand=rule.expand)
-    call = make_call(asked.op, asked.args, asked.kwargs, output_metas(asked.op, asked.args, asked.kwargs))
+    metas = None if rule.measured else _metas(asked)
+    if metas is None:
+        return _measured(asked)
+    call = make_call(asked.op, asked.args, asked.kwargs, metas)
     rule, meaning = resolve(rule, call)
     if meaning == "":
         return OpPlan(asked.op, expand=rule.expand)
     ways = choices(replace(rule, meaning=meaning), call)
-    chosen = _remembered(asked, ways, whole) or _choose(asked, traits, call, ways, rule, whole)
+    try:
+        chosen = _remembered(asked, ways, whole) or _choose(asked, traits, call, ways, rule, whole)
+    except InplaceError:
+        expand = _reducing(asked)
+        if expand is None:
+            raise
+        return OpPlan(asked.op, expand=expand)
     return OpPlan(asked.op, expand=rule.expand) if chosen is None else _plan(asked, call, ways, chosen)
+
+
+def _reducing(asked: Asked) -> Callable[..., Any] | None:
+    """An operator that writes over a pending tensor, on the reduced one: the result is made pending like the target."""
+    functional, target = out_of_place(asked.op), asked.specs[0]
+    if functional is None or target is None or not any(isinstance(role, Partial) for role in target.placements):
+        return None
+    run = called(functional)
+    return lambda target, *args: target.copy_(run(target, *args))
+
+
+def _metas(asked: Asked) -> Metas | None:
+    try:
+        return output_metas(asked.op, asked.args, asked.kwargs)
+    except NotImplementedError:  # torch has no meta kernel for it
+        return None
+
+
+def _measured(asked: Asked) -> OpPlan:
+    """Run on whole operands; what the results look like will be seen."""
+    call = make_call(asked.op, asked.args, asked.kwargs, ())
+    whole = Strategy(tuple(None if meta is None else Replicate() for meta in call.operands), ())
+    ways = Choices({}, None, "measured", listed={"whole": whole})
+    chosen = _choose(asked, signature(asked.op), call, ways, Rule(), whole=True)
+    assert chosen is not None, asked
+    return replace(_plan(asked, call, ways, chosen), measured=True)
+
+
+def _unknown(asked: Asked) -> OpPlan:
+    memory = current_world().memory
+    if not memory.get("replicate unknown"):
+        raise RuleError(
+            message(
+                f"{asked.op} is not supported on DTensors: it has no sharding rule",
+                asked=asked,
+                do="shardwise.register_rule(...) for it, or run it under shardwise.replicate_unknown()",
+            )
+        )
+    warned = memory.setdefault("replicated unknown", set())
+    if asked.op not in warned:
+        warned.add(asked.op)
+        warnings.warn(f"{asked.op} has no sharding rule: it runs on whole tensors, on every rank", stacklevel=2)
+    return replace(_measured(asked), lasts=False)
 
 
 Chosen = tuple[str, Strategy]
@@ -145,6 +195,8 @@ def _choose(
     asked: Asked, traits: Signature, call: Call, ways: Choices, rule: Rule, whole: bool
 ) -> list[Strategy] | None:
     written, viewed = _operands_at(call, asked, traits.written), _operands_at(call, asked, traits.viewed)
+    if traits.relabels:
+        written, viewed = (), (0,)
     chosen: list[Strategy] = []
     current = list(asked.specs)
     sizes = ways.sizes
@@ -239,9 +291,9 @@ def _moves_nothing(strategy: Strategy, current: Specs, axis: int) -> bool:
 
 def _cheapest(allowed: list[Chosen], current: Specs, axis: int, viewed: tuple[int, ...]) -> Chosen | None:
     best, least = None, float("inf")
-    for way in allowed:
-        if not _reachable(way[1], current, axis):
-            continue
+    # What is written to a pending tensor may have to become pending itself.
+    reachable = [way for way in allowed if _reachable(way[1], current, axis)]
+    for way in reachable or [way for way in allowed if _reachable(way[1], current, axis, from_cuts=True)]:
         costs = [
             0.0
             if spec is None or role is None or spec.placements[axis] is role
@@ -253,13 +305,14 @@ def _cheapest(allowed: list[Chosen], current: Specs, axis: int, viewed: tuple[in
     return best
 
 
-def _reachable(strategy: Strategy, current: Specs, axis: int) -> bool:
-    # A pending result is made of a whole tensor only: to make one of shards, or of another reduction, gains nothing.
+def _reachable(strategy: Strategy, current: Specs, axis: int, *, from_cuts: bool = False) -> bool:
+    # A pending result is made of a whole tensor: to make one of shards gains nothing, of another reduction cannot be.
     return all(
         spec is None
         or not isinstance(role, Partial)
         or spec.placements[axis] is role
         or spec.placements[axis].is_replicate()
+        or (from_cuts and isinstance(spec.placements[axis], Cut))
         for spec, role in zip(current, strategy.inputs, strict=True)
     )
 
@@ -294,6 +347,8 @@ def _plan(asked: Asked, call: Call, ways: Choices, chosen: list[Strategy]) -> Op
     if ways.local is None or asked.coordinate is None:
         return OpPlan(asked.op, moves, outputs)
     local = ways.local(call, Placing(tuple(targets), outputs, asked.coordinate))
+    if local is asked.op:
+        return OpPlan(asked.op, moves, outputs)
     return OpPlan(local, moves, outputs, normalized=True)
 
 

@@ -18,9 +18,10 @@ from dataclasses import replace
 import torch
 
 from shardwise.comm import wire
-from shardwise.errors import InplaceError, message
 from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import Group
+from shardwise.redistribute import execute
+from shardwise.redistribute.planner import plan
 from shardwise.sharding.placement import Partial, Replicate
 from shardwise.sharding.spec import Spec
 from shardwise.tensor.propagate import Asked, OpPlan, propagate
@@ -57,19 +58,13 @@ def plan_random(asked: Asked) -> OpPlan:
 
 def _plan_fill(asked: Asked, spec: Spec, alike: bool) -> OpPlan:
     if alike:
-        plan = propagate(asked, whole=True)
-        meta = plan.outputs[0].meta if plan.outputs[0] is not None else spec.meta
+        planned = propagate(asked, whole=True)
+        meta = planned.outputs[0].meta if planned.outputs[0] is not None else spec.meta
         kept = [Replicate() if isinstance(role, Partial) else role for role in spec.placements]
         spec = Spec(asked.mesh, tuple(kept), meta)
-    elif any(isinstance(role, Partial) for role in spec.placements):
-        raise InplaceError(
-            message(
-                f"{asked.op} cannot fill a tensor whose reduction is pending",
-                asked=asked,
-                do="redistribute it to Replicate() or Shard(dim) first",
-            )
-        )
     coordinate = asked.coordinate
+    lying = spec.with_placements(tuple(Replicate() if isinstance(role, Partial) else role for role in spec.placements))
+    pending = plan(lying, spec)
 
     def fill(
         local: torch.Tensor, *args: object, generator: torch.Generator | None = None, **kwargs: object
@@ -80,7 +75,7 @@ def _plan_fill(asked: Asked, spec: Spec, alike: bool) -> OpPlan:
         with stream(asked.mesh, local.device, generator):
             drawn = asked.op(whole, *args, **kwargs, **given)
         assert coordinate is not None
-        part = spec.take(drawn, coordinate)
+        part = execute.run(lying.take(drawn, coordinate), lying, pending)
         return part.clone() if alike else local.copy_(part)
 
     return OpPlan(fill, (), (spec,))

@@ -14,7 +14,8 @@ class Signature:
 
     ``names`` and ``defaults`` are those of all arguments in order; ``written`` the positions of the arguments that the
     operator writes to; ``viewed`` those that an output aliases without being written; ``returns`` is ``tensor``,
-    ``tensors`` (a tuple), ``list``, ``other`` or ``nothing``.
+    ``tensors`` (a tuple), ``list``, ``other`` or ``nothing``; ``relabels`` is whether it changes the shape of its first
+    argument in place, writing no element.
     """
 
     names: tuple[str, ...]
@@ -25,6 +26,7 @@ class Signature:
     returns: str
     is_random: bool
     is_composite: bool
+    relabels: bool
 
     @property
     def is_view(self) -> bool:
@@ -52,6 +54,7 @@ def signature(op: torch._ops.OpOverload) -> Signature:
         returns=_returns(schema),
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         is_composite=op._can_decompose(),
+        relabels=torch.Tag.inplace_view in op.tags,
     )
 
 

@@ -1,0 +1,65 @@
+"""Gradients of gradients: those of one rank, whatever the sharding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise import Replicate, Shard, distribute_tensor, init_device_mesh, sim
+
+S0, S1, S2, S3, R = Shard(0), Shard(1), Shard(2), Shard(3), Replicate()
+X, IMAGE, HEADS = (5, 4, 6), (3, 4, 5), (2, 4, 6, 8)
+
+# name: function, shapes, and the placements to try
+CASES = {
+    "matmul": (torch.matmul, [(5, 6), (6, 4)], [(S0, R), (S1, S0), (R, S1), (S0, S1)]),
+    "bmm": (torch.bmm, [(4, 5, 6), (4, 6, 3)], [(S0, S0), (S2, S1), (S1, R)]),
+    "softmax": (lambda x: x.softmax(-1), [X], [(S0,), (S2,)]),
+    "log_softmax": (lambda x: x.log_softmax(1), [X], [(S0,), (S1,)]),
+    "layer_norm": (lambda x, w: F.layer_norm(x, (6,), w, w), [(6, 4, 6), (6,)], [(S0, R), (S2, S0)]),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (6,), w), [X, (6,)], [(S0, R), (S2, S0)]),
+    "batch_norm": (lambda x, w: F.batch_norm(x, None, None, w, w, True), [IMAGE, (4,)], [(S0, R), (S1, S0), (S2, R)]),
+    "group_norm": (lambda x, w: F.group_norm(x, 2, w, w), [IMAGE, (4,)], [(S0, R), (S1, S0)]),
+    "convolution": (
+        lambda x, w: F.conv1d(x, w, padding=1),
+        [IMAGE, (6, 4, 3)],
+        [(S0, R), (R, S0), (S1, S1), (S2, R)],
+    ),
+    "transposed convolution": (
+        lambda x, w: F.conv_transpose1d(x, w, stride=2),
+        [IMAGE, (4, 6, 3)],
+        [(S0, R), (R, S1), (S2, R)],
+    ),
+    "attention": (F.scaled_dot_product_attention, [HEADS] * 3, [(S0,) * 3, (S1,) * 3, (S2,) * 3, (S3,) * 3]),
+}
+
+
+def second(run, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of the squared gradients of a nonlinear function of the result."""
+    out = run(*tensors)
+    first = torch.autograd.grad((out**3).sum(), tensors, create_graph=True)
+    return list(torch.autograd.grad(sum((item**2).sum() for item in first), tensors))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_second_gradients_are_those_of_one_rank(name: str) -> None:
+    run, shapes, rows = CASES[name]
+    wholes = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        want = second(run, [whole.clone().requires_grad_() for whole in wholes])
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for places in rows:
+            own = [
+                distribute_tensor(whole, mesh, [place]).requires_grad_()
+                for whole, place in zip(wholes, places, strict=True)
+            ]
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                found = second(run, own)
+            for one, other in zip(found, want, strict=True):
+                torch.testing.assert_close(one.full_tensor(), other, rtol=1e-6, atol=1e-6)
+
+    sim.run(body, 2)

@@ -1,0 +1,99 @@
+"""Lists of tensors that lie in different ways, on different meshes, or are plain among distributed ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, sim
+from shardwise.comm import wire
+
+VALUES = [torch.randn(size, generator=torch.Generator().manual_seed(place)) for place, size in enumerate(
+    [(8, 3), (5,), (4, 6), (3, 3)]
+)]  # fmt: skip
+
+
+def parameters() -> list[nn.Parameter]:
+    """Two on one mesh, one on another, one plain; each with itself times 2 as gradient."""
+    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    placements = [(line, [Shard(0)]), (line, [Shard(0)]), (grid, [Replicate(), Shard(1)])]
+    made = [distribute_tensor(x.clone(), *how) for x, how in zip(VALUES, placements, strict=False)]
+    made = [nn.Parameter(x) for x in [*made, VALUES[3].clone()]]
+    for parameter in made:
+        parameter.grad = parameter.detach() * 2
+    return made
+
+
+def plain() -> list[nn.Parameter]:
+    made = [nn.Parameter(x.clone()) for x in VALUES]
+    for parameter in made:
+        parameter.grad = parameter.detach() * 2
+    return made
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
+def test_gradients_are_clipped_by_the_norm_of_all(order: float, foreach: bool) -> None:
+    def clipped(make):
+        given = make()
+        norm = nn.utils.clip_grad_norm_(given, 0.7, norm_type=order, foreach=foreach)
+        return [whole(norm), *(whole(parameter.grad) for parameter in given)]
+
+    for found in sim.run(clipped, 4, parameters):
+        torch.testing.assert_close(found, clipped(plain))
+
+
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, {"amsgrad": True}),
+    "adam": (torch.optim.Adam, {"maximize": True}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fused_steps_are_those_of_plain_parameters(name: str) -> None:
+    cls, options = OPTIMIZERS[name]
+
+    def stepped(make):
+        given = make()
+        optimizer = cls(given, lr=0.1, fused=True, **options)
+        optimizer.step()
+        optimizer.step()
+        return [whole(parameter) for parameter in given]
+
+    torch.testing.assert_close(sim.run(stepped, 4, parameters)[3], stepped(plain))
+
+
+def test_norms_of_one_mesh_are_reduced_together() -> None:
+    def body():
+        mesh = init_device_mesh("cpu", (2,))
+        given = [distribute_tensor(x, mesh, [Shard(0)]) for x in VALUES]
+        sent = []
+        with wire.observing(lambda transmission: sent.append(transmission.op)):
+            norms = torch._foreach_norm(given, 2)
+        return sent, [whole(norm) for norm in norms]
+
+    sent, norms = sim.run(body, 2)[0]
+    assert sent == ["all_reduce"]
+    torch.testing.assert_close(norms, [x.norm() for x in VALUES])
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_every_rank_hears_of_a_gradient_that_is_not_finite(spoilt: bool) -> None:
+    def body():
+        gradients = [parameter.grad for parameter in parameters()]
+        if spoilt and isinstance(gradients[0], DTensor) and gradients[0].device_mesh.get_rank() == 3:
+            gradients[0].to_local()[-1] = torch.inf
+        found = torch.zeros(())
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.tensor(0.5))
+        return found.item(), whole(gradients[2])
+
+    for found, gradient in sim.run(body, 4):
+        assert found == spoilt
+        torch.testing.assert_close(gradient, VALUES[2])
