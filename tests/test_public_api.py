@@ -25,8 +25,10 @@ FACES = {
         "current_mesh",
         "init_device_mesh",
         # placements
+        "Owned",
         "Partial",
         "Placement",
+        "RaggedShard",
         "Replicate",
         "Shard",
         "StridedShard",
@@ -36,6 +38,7 @@ FACES = {
         "distribute_module",
         "distribute_tensor",
         "empty",
+        "explicit",
         "full",
         "implicit_replication",
         "ones",

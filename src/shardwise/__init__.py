@@ -31,9 +31,10 @@ from shardwise.mesh.mesh import DeviceMesh, current_mesh, init_device_mesh
 from shardwise.mesh.world import World, current_world, dry_world, use_world
 from shardwise.redistribute.topology import topology
 from shardwise.rules.table import register_rule, unregister_rule
-from shardwise.sharding.placement import Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.sharding.placement import Owned, Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from shardwise.tensor.api import distribute_module, distribute_tensor, implicit_replication, replicate_unknown
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.explicit import explicit
 from shardwise.tensor.factories import empty, full, ones, rand, randn, zeros
 from shardwise.tensor.local_map import local_map
 from shardwise.tensor.register import register_sharding
@@ -58,10 +59,12 @@ __all__ = [
     "MeshMismatchError",
     "MixedTensorError",
     "NotInMeshError",
+    "Owned",
     "ParallelPlanError",
     "Partial",
     "Placement",
     "PlacementError",
+    "RaggedShard",
     "RankError",
     "RedistributeError",
     "Replicate",
@@ -78,6 +81,7 @@ __all__ = [
     "distribute_tensor",
     "dry_world",
     "empty",
+    "explicit",
     "full",
     "implicit_replication",
     "init_device_mesh",

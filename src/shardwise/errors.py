@@ -108,7 +108,9 @@ class RuleError(ShardwiseError, NotImplementedError):
 
 
 class ViewError(ShardwiseError, RuntimeError):
-    """A view that would need communication."""
+    """A view that would need communication; ``placements`` are those that would make it exact, if there are any."""
+
+    placements: object = None
 
 
 class InplaceError(ShardwiseError, RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
@@ -11,7 +12,6 @@ from torch import nn
 
 from shardwise import (
     DTensor,
-    InplaceError,
     MixedTensorError,
     Partial,
     PlacementError,
@@ -143,16 +143,15 @@ def test_in_place_operators_write_to_the_same_tensor() -> None:
         assert placements == (Shard(0),)
 
 
-def test_an_in_place_operator_that_would_move_its_target_is_refused_unchanged() -> None:
+def test_writing_over_a_pending_tensor_reduces_it_and_leaves_it_pending() -> None:
     def body():
-        x = distribute_tensor(torch.arange(4.0), line(), [Shard(0)])
-        pending = x.sum()
-        before = pending.to_local().clone()
-        with pytest.raises(InplaceError, match=r"exp_.*\n.*asked .*f32\[\]\{sum@x\}"):
-            pending.exp_()
-        assert torch.equal(pending.to_local(), before)
+        pending = distribute_tensor(torch.arange(4.0), line(), [Shard(0)]).sum()
+        same = pending.exp_()
+        return same is pending, pending.placements, pending.item()
 
-    sim.run(body, 2)
+    for kept, placements, total in sim.run(body, 2):
+        assert (kept, placements) == (True, (Partial(),))
+        assert total == pytest.approx(math.exp(6))
 
 
 def test_out_operators_fill_the_given_tensor() -> None:
@@ -232,7 +231,7 @@ def test_unknown_operators_run_on_whole_tensors_where_that_is_allowed() -> None:
             reversed_rows(x)
         return y.full_tensor().tolist(), y.placements, sent, len(warned)
 
-    assert sim.run(body, 2)[0] == ([4.0, 3.0, 2.0, 1.0, 0.0], (Replicate(),), ["all_gather"], 1)
+    assert sim.run(body, 2)[0] == ([4.0, 3.0, 2.0, 1.0, 0.0], (Replicate(),), ["all_to_all"], 1)
 
 
 def test_what_is_known_only_afterwards_is_measured() -> None:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import gcd, prod
 from typing import NamedTuple
 
-from shardwise.sharding.placement import Cut, Intervals, Placement, Shard, StridedShard
+from shardwise.sharding.placement import Cut, Intervals, Owned, Placement, Shard, StridedShard
 
 Held = tuple[Intervals, ...]  # for each dim, which positions
 Sizes = tuple[int, ...]
@@ -87,8 +87,8 @@ def parcels(grid: Grid, index: int) -> Parcels:
 @lru_cache(maxsize=4096)
 def places(sizes: Sizes, parts: Sizes, cuts: tuple[Cut, ...]) -> tuple[Box, ...]:
     """For each rank, row-major, where its part lies in a tensor of ``sizes`` that is cut over axes of ``parts``."""
-    whole = _spread(sizes, (), ())[0]
-    return tuple([_box(held, whole) for held in _spread(sizes, parts, cuts)])
+    whole: Held = tuple([((0, size),) for size in sizes])
+    return tuple([_box(held, whole) for held in _spread(sizes, parts, cuts) if held is not None])
 
 
 def traffic(grid: Grid) -> tuple[int, int]:
@@ -191,7 +191,7 @@ def _from_several(held: Held, holders: list[int], want: Sequence[Held | None]) -
 
 
 @lru_cache(maxsize=1024)
-def layouts(grid: Grid) -> tuple[tuple[Held, ...], tuple[Held, ...]]:
+def layouts(grid: Grid) -> tuple[tuple[Held | None, ...], tuple[Held | None, ...]]:
     """What each rank of the grid holds before and after, row-major."""
     before, after = (_spread(grid.sizes, grid.parts, cuts, grid.fixed) for cuts in (grid.sources, grid.targets))
     return before, after
@@ -208,7 +208,9 @@ def _spread(
     return tuple(spread)
 
 
-def _part(held: Held, placement: Placement, parts: int, index: int) -> Held:
+def _part(held: Held | None, placement: Placement, parts: int, index: int) -> Held | None:
+    if held is None or (isinstance(placement, Owned) and placement.index != index):
+        return None
     if not isinstance(placement, Cut):
         return held
     whole = held[placement.dim]

@@ -34,7 +34,7 @@ def between(start: Spec, goal: Spec, cost: Cost) -> tuple[Step, ...]:
 def _slices(start: Spec, goal: Spec) -> Step | None:
     """What can be sliced at once: cuts of dims that no other change concerns and no later axis cuts."""
     changed = _changed(start, goal)
-    sliced = [axis for axis in changed if start.placements[axis].is_replicate()]
+    sliced = [axis for axis in changed if start.placements[axis].is_replicate() and isinstance(goal.placements[axis], Cut)]
     moved = {dim for axis in changed if axis not in sliced for dim in _dims(start, goal, axis)}
     for axis in reversed(sliced):
         (dim,) = _dims(start, goal, axis)
@@ -103,10 +103,10 @@ def _ranks(spec: Spec, axes: Axes) -> int:
 def _is_between(start: Spec, middle: Spec, goal: Spec) -> bool:
     """Whether each rank, in the middle, has what it needs of what it had, and nothing that it neither had nor needs."""
     kept = zip(*(_held(spec) for spec in (start, middle, goal)), strict=True)
-    return all(_is_box_between(*boxes) for boxes in kept)
+    return all(None not in boxes and _is_box_between(*boxes) for boxes in kept)
 
 
-def _held(spec: Spec) -> tuple[Held, ...]:
+def _held(spec: Spec) -> tuple[Held | None, ...]:
     return layouts(Grid(spec.shape, spec.mesh.shape, spec.placements, spec.placements, (None,) * spec.mesh.ndim))[0]
 
 

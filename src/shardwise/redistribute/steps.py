@@ -17,7 +17,7 @@ from math import prod
 
 from shardwise._value import value
 from shardwise.redistribute.parcels import Grid, traffic
-from shardwise.sharding.placement import Cut, Partial, Placement, Replicate, Shard
+from shardwise.sharding.placement import Cut, Owned, Partial, Placement, Replicate, Shard
 from shardwise.sharding.spec import Spec
 
 LINEAR = frozenset(("sum", "avg"))  # reductions that may be done in any order among each other
@@ -249,7 +249,7 @@ def direct(spec: Spec, axis: int, target: Placement) -> Step | None:
     match source, target:
         case Cut(), Replicate() if is_even(spec, axis):
             return AllGather(axes, name, (source,))
-        case Cut(), Cut() | Replicate():
+        case (Cut(), Cut() | Replicate()) | (Owned(), Owned() | Replicate()) | (Replicate(), Owned()):
             return AllToAll(axes, name, (source,), (target,))
         case Partial(), Replicate():
             return AllReduce(axes, name, source.reduce_op)
@@ -287,7 +287,7 @@ def exchanges(spec: Spec, after: Spec) -> list[Step]:
     sources, targets = (tuple([side.placements[axis] for axis in changed]) for side in (spec, after))
     taken, given = (tuple([lying for lying in side if isinstance(lying, Cut)]) for side in (targets, sources))
     cuts = taken or given
-    if not (taken and given) and all(_is_free(spec, changed, *cut) for cut in zip(changed, cuts, strict=True)):
+    if bool(taken) != bool(given) and all(_is_free(spec, changed, *cut) for cut in zip(changed, cuts, strict=True)):
         if taken:
             return [Slice(changed, name_of(spec, changed), cuts)]
         if all(is_even(spec, axis) for axis in changed):

@@ -18,7 +18,7 @@ from shardwise.mesh.world import dry_world, use_world
 from shardwise.rules.equation import Strategy
 from shardwise.rules.rule import Call, Placing, Rule, called, choices, resolve
 from shardwise.rules.table import lookup, make_call, slots
-from shardwise.sharding.placement import Cut, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.sharding.placement import Cut, Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta
 
 Args = Sequence[object]
@@ -126,11 +126,12 @@ def _tried(made: Trial, parts: int) -> Iterator[Strategy]:
     for strategy, takes_any_cut in _claims(made, parts):
         yield strategy
         if takes_any_cut:
-            yield Strategy(_strided(strategy.inputs), _strided(strategy.outputs))
+            cut = StridedShard(0, 2) if parts == 2 else RaggedShard(0, (2, 0, *[1] * (parts - 2)))
+            yield Strategy(_cut_like(cut, strategy.inputs), _cut_like(cut, strategy.outputs))
 
 
-def _strided(roles: Sequence[Placement | None]) -> tuple[Placement | None, ...]:
-    return tuple(StridedShard(role.dim, 2) if isinstance(role, Shard) else role for role in roles)
+def _cut_like(cut: Cut, roles: Sequence[Placement | None]) -> tuple[Placement | None, ...]:
+    return tuple(cut.at(role.dim) if isinstance(role, Shard) else role for role in roles)
 
 
 def check_trial(made: Trial, strategy: Strategy, parts: int) -> str | None:

@@ -14,6 +14,7 @@ import torch
 
 from shardwise.errors import RuleError
 from shardwise.rules.equation import Bound, Sizes, Strategy, parse
+from shardwise.rules.images import Image
 from shardwise.sharding.placement import REDUCE_OPS, Cut, Partial
 from shardwise.sharding.spec import Spec, TensorMeta
 
@@ -89,6 +90,7 @@ class Rule:
     ``contiguous``  the local call relies on a cut dim being one interval (so a `StridedShard` will not do)
     ``expand``   the operator written in terms of others, run on the distributed tensors themselves, called with the
                  arguments in schema order: where there is no meaning, or where every strategy would have to communicate
+    ``image``    given the arguments, where the elements of any part of operand 0 go: for parts that no equation cuts
     ``out``      how many of the last operands are what the outputs are written to: they lie as the outputs do
     ``in_place`` the first output is operand 0 written over: the two lie alike
     ``measured`` what comes out is known only once it is there (how many elements are not zero, say): every operand is
@@ -107,6 +109,7 @@ class Rule:
     pends: bool = True
     contiguous: bool = False
     expand: Callable[..., object] | None = None
+    image: Callable[..., Image | None] | None = None
     out: int = 0
     in_place: bool = False
     measured: bool = False

@@ -7,10 +7,12 @@ input, or a zero, which is a zero in every part.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
 from shardwise.rules.empty import unless_empty
+from shardwise.rules.images import Image, Stride, diagonals, scattering, strides, windows
 from shardwise.rules.pattern import along, named, same, text, without, wrap
 from shardwise.rules.rule import Call, Placing, Rule
 from shardwise.sharding.spec import TensorMeta
@@ -85,6 +87,56 @@ def _slice_local(call: Call, placing: Placing) -> Run:
     if _is_all(x.shape[dim], start, end, step):
         return lambda x, *_: call.op(x, dim, 0, END, 1)
     return call.op
+
+
+def _slice_stride(size: int, start: int | None, end: int | None, step: int) -> Stride:
+    positions = range(size)[slice(start, end, step)]
+    return Stride(positions.start, len(positions), step)
+
+
+def slice_image(x: TensorMeta, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Image:
+    dim = wrap(dim, len(x.shape))
+    return strides(len(x.shape), dim, [_slice_stride(x.shape[dim], start, end, step)])
+
+
+def select_image(x: TensorMeta, dim: int, index: int) -> Image:
+    dim = wrap(dim, len(x.shape))
+    return strides(len(x.shape), dim, [Stride(index % x.shape[dim], 1, drop=True)])
+
+
+def split_image(x: TensorMeta, split_size: int | Sizes, dim: int = 0) -> Image:
+    dim = wrap(dim, len(x.shape))
+    size = x.shape[dim]
+    sizes = split_size
+    if isinstance(sizes, int):
+        sizes = [min(sizes, size - start) for start in range(0, size, max(sizes, 1))] or [0]
+    starts = accumulate(sizes, initial=0)
+    return strides(len(x.shape), dim, [Stride(start, count) for start, count in zip(starts, sizes, strict=False)])
+
+
+def unbind_image(x: TensorMeta, dim: int = 0) -> Image:
+    dim = wrap(dim, len(x.shape))
+    return strides(len(x.shape), dim, [Stride(index, 1, drop=True) for index in range(x.shape[dim])])
+
+
+def diagonal_image(x: TensorMeta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Image:
+    ndim = len(x.shape)
+    return diagonals(x.shape, offset, wrap(dim1, ndim), wrap(dim2, ndim))
+
+
+def unfold_image(x: TensorMeta, dimension: int, size: int, step: int) -> Image | None:
+    dim = wrap(dimension, len(x.shape))
+    return windows(x.shape[dim], len(x.shape), dim, size, step) if x.shape and size else None
+
+
+def slice_backward_image(grad: TensorMeta, sizes: Sizes, dim: int, start: int, end: int, step: int) -> Image:
+    dim = wrap(dim, len(sizes))
+    return scattering(sizes, dim, _slice_stride(sizes[dim], start, end, step))
+
+
+def select_backward_image(grad: TensorMeta, sizes: Sizes, dim: int, index: int) -> Image:
+    dim = wrap(dim, len(sizes))
+    return scattering(sizes, dim, Stride(index % sizes[dim], 1, drop=True))
 
 
 def narrow_copy(x: TensorMeta, dim: int, start: int, length: int) -> str:
@@ -246,23 +298,23 @@ def constant_pad_nd(x: TensorMeta, pad: Sizes, value: float = 0) -> str:
 
 
 PARTS = {
-    "slice": Rule(slice_, local=_slice_local),
-    "slice_copy": Rule(slice_, local=_slice_local),
-    "select": select,
-    "select_copy": select,
+    "slice": Rule(slice_, local=_slice_local, image=slice_image),
+    "slice_copy": Rule(slice_, local=_slice_local, image=slice_image),
+    "select": Rule(select, image=select_image),
+    "select_copy": Rule(select, image=select_image),
     "narrow_copy": narrow_copy,
-    "split": split,
-    "split_with_sizes": split,
-    "unsafe_split": split,
-    "unsafe_split_with_sizes": split,
-    "split_copy": split,
-    "split_with_sizes_copy": split,
-    "unbind": unbind,
-    "unbind_copy": unbind,
-    "diagonal": diagonal,
-    "diagonal_copy": diagonal,
-    "unfold": unfold,
-    "unfold_copy": unfold,
+    "split": Rule(split, image=split_image),
+    "split_with_sizes": Rule(split, image=split_image),
+    "unsafe_split": Rule(split, image=split_image),
+    "unsafe_split_with_sizes": Rule(split, image=split_image),
+    "split_copy": Rule(split, image=split_image),
+    "split_with_sizes_copy": Rule(split, image=split_image),
+    "unbind": Rule(unbind, image=unbind_image),
+    "unbind_copy": Rule(unbind, image=unbind_image),
+    "diagonal": Rule(diagonal, image=diagonal_image),
+    "diagonal_copy": Rule(diagonal, image=diagonal_image),
+    "unfold": Rule(unfold, image=unfold_image),
+    "unfold_copy": Rule(unfold, image=unfold_image),
 }
 
 MOVES = {
@@ -283,8 +335,8 @@ MOVES = {
 }
 
 WRITES = {
-    "slice_backward": Rule(slice_backward, local=_slice_backward_local),
-    "select_backward": Rule(select_backward, local=_sized_local),
+    "slice_backward": Rule(slice_backward, local=_slice_backward_local, image=slice_backward_image),
+    "select_backward": Rule(select_backward, local=_sized_local, image=select_backward_image),
     "diagonal_backward": Rule(diagonal_backward, local=_sized_local),
     "unfold_backward": Rule(unfold_backward, local=_sized_local),
     "slice_scatter": slice_scatter,

@@ -262,6 +262,7 @@ def _varied(
         meaning=meaning if callable(rule.meaning) else rule.meaning,
         local=None if rule.local is None else local,
         expand=None if rule.expand is None else _writing(rule.expand, places),
+        image=None,
         out=out,
         in_place=in_place,
     )

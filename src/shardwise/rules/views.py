@@ -14,6 +14,7 @@ from operator import mul
 import torch
 
 from shardwise.errors import RuleError, message
+from shardwise.rules.images import Image, regrouping, rescaling, spreading
 from shardwise.rules.pattern import along, named, same, text, without, wrap
 from shardwise.rules.rule import Call, Placing, Rule
 from shardwise.sharding.spec import TensorMeta
@@ -92,10 +93,24 @@ def _regroup_empty(before: Sizes, after: Sizes) -> tuple[list[str], list[str]]:
 
 def view(x: TensorMeta, size: Sizes, *_: object) -> str:
     """``view`` and its like; one size may be -1."""
-    known = prod(entry for entry in size if entry != -1)
-    after = tuple(prod(x.shape) // max(known, 1) if entry == -1 else entry for entry in size)
-    left, right = regroup(x.shape, after)
+    left, right = regroup(x.shape, _sized(x, size))
     return same([left], [right])
+
+
+def view_image(x: TensorMeta, size: Sizes, *_: object) -> Image:
+    after = _sized(x, size)
+    return _regrouped(x.shape, after)
+
+
+def _regrouped(before: Sizes, after: Sizes) -> Image:
+    if prod(before) == 0:
+        return regrouping(before, after, [(before, after)])
+    return regrouping(before, after, list(_groups(before, after)))
+
+
+def _sized(x: TensorMeta, size: Sizes) -> tuple[int, ...]:
+    known = prod(entry for entry in size if entry != -1)
+    return tuple(prod(x.shape) // max(known, 1) if entry == -1 else entry for entry in size)
 
 
 def _view_local(call: Call, placing: Placing) -> Run:
@@ -109,6 +124,10 @@ def view_dtype(x: TensorMeta, dtype: torch.dtype) -> str:
         return "f(...) -> ..."
     dims = along(x, [-1])
     return f"f({text(dims)}) -> {text(dims)}"
+
+
+def dtype_image(x: TensorMeta, dtype: torch.dtype) -> Image | None:
+    return rescaling(len(x.shape), x.dtype.itemsize, dtype.itemsize, dtype) if x.shape else None
 
 
 def as_strided(x: TensorMeta, size: Sizes, stride: Sizes, storage_offset: int | None = None) -> str:
@@ -184,6 +203,17 @@ def squeeze(x: TensorMeta, dims: int | Sizes | None = None) -> str:
     return same([before], [without(before, *gone)] if gone else [before])
 
 
+def squeeze_image(x: TensorMeta, dims: int | Sizes | None = None) -> Image:
+    gone = squeezed(x, dims)
+    return _regrouped(x.shape, [size for dim, size in enumerate(x.shape) if dim not in gone])
+
+
+def unsqueeze_image(x: TensorMeta, dim: int) -> Image:
+    after = list(x.shape)
+    after.insert(dim % (len(after) + 1), 1)
+    return _regrouped(x.shape, after)
+
+
 def squeezed(x: TensorMeta, dims: int | Sizes | None) -> list[int]:
     """The dims that ``squeeze`` drops."""
     ndim = len(x.shape)
@@ -212,19 +242,25 @@ def expand(x: TensorMeta, size: Sizes, implicit: bool = False) -> str:
     return same([before], [dims])
 
 
+def expand_image(x: TensorMeta, size: Sizes, implicit: bool = False) -> Image:
+    new = len(size) - len(x.shape)
+    after = [*size[:new], *(old if wanted == -1 else wanted for old, wanted in zip(x.shape, size[new:], strict=True))]
+    return spreading(x.shape, after)
+
+
 def _expand_local(call: Call, placing: Placing) -> Run:
     shape = placing.output_shape()
     return lambda x, *_: call.op(x, shape)
 
 
 RULES = {
-    "view": Rule(view, local=_view_local),
-    "view.dtype": view_dtype,
-    "view_copy": Rule(view, local=_view_local),
-    "view_copy.dtype": view_dtype,
-    "_unsafe_view": Rule(view, local=_view_local),
-    "_reshape_alias": Rule(view, local=_view_local),
-    "_reshape_copy": Rule(view, local=_view_local),
+    "view": Rule(view, local=_view_local, image=view_image),
+    "view.dtype": Rule(view_dtype, image=dtype_image),
+    "view_copy": Rule(view, local=_view_local, image=view_image),
+    "view_copy.dtype": Rule(view_dtype, image=dtype_image),
+    "_unsafe_view": Rule(view, local=_view_local, image=view_image),
+    "_reshape_alias": Rule(view, local=_view_local, image=view_image),
+    "_reshape_copy": Rule(view, local=_view_local, image=view_image),
     "as_strided": Rule(as_strided, local=_as_strided_local),
     "as_strided_copy": Rule(as_strided, local=_as_strided_local),
     "transpose": transpose,
@@ -233,12 +269,12 @@ RULES = {
     "t_copy": t,
     "permute": permute,
     "permute_copy": permute,
-    "unsqueeze": unsqueeze,
-    "unsqueeze_copy": unsqueeze,
-    "squeeze": Rule(squeeze, local=_squeeze_local),
-    "squeeze_copy": Rule(squeeze, local=_squeeze_copy_local),
-    "expand": Rule(expand, local=_expand_local),
-    "expand_copy": Rule(expand, local=_expand_local),
+    "unsqueeze": Rule(unsqueeze, image=unsqueeze_image),
+    "unsqueeze_copy": Rule(unsqueeze, image=unsqueeze_image),
+    "squeeze": Rule(squeeze, local=_squeeze_local, image=squeeze_image),
+    "squeeze_copy": Rule(squeeze, local=_squeeze_copy_local, image=squeeze_image),
+    "expand": Rule(expand, local=_expand_local, image=expand_image),
+    "expand_copy": Rule(expand, local=_expand_local, image=expand_image),
     "lift_fresh": "same(...) -> ...",
     "_pin_memory": "same(...) -> ...",
     "view_as_real": "... -> ... [pair]",

@@ -158,6 +158,64 @@ class StridedShard(Cut):
 
 
 @value
+class RaggedShard(Cut):
+    """The dim ``dim`` is cut into one contiguous part a rank, of the ``sizes`` given: one for each rank, 0 if empty.
+
+    This is what a slice of a sharded dim is, and what parts of sizes that follow no rule make up. Where an axis before
+    this one has left more or less of the dim than the sizes add up to, it is cut in their proportion: so sizes of which
+    only one is not 0 put all there is on that rank.
+
+    >>> [RaggedShard(0, (2, 0, 3)).intervals(5, 3, index) for index in range(3)]
+    [((0, 2),), ((2, 2),), ((2, 5),)]
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dim", as_int(self.dim))
+        object.__setattr__(self, "sizes", tuple(map(as_int, self.sizes)))
+        if min(self.sizes, default=-1) < 0:
+            raise PlacementError(
+                message("sizes of parts are 0 or more", got=f"sizes={self.sizes}", do="give one size for each rank")
+            )
+
+    def intervals(self, size: int, parts: int, index: int) -> Intervals:
+        if len(self.sizes) != parts:
+            raise PlacementError(message(f"{self!r} does not fit an axis of {parts} ranks", do=f"give {parts} sizes"))
+        total = sum(self.sizes)
+        if not total:
+            return ((0, size),) if index == 0 else ((size, size),)
+        before = sum(self.sizes[:index])
+        return ((before * size // total, (before + self.sizes[index]) * size // total),)
+
+    def at(self, dim: int) -> RaggedShard:
+        return RaggedShard(dim, self.sizes)
+
+    def __repr__(self) -> str:
+        return f"RaggedShard(dim={self.dim}, sizes={self.sizes})"
+
+    def __str__(self) -> str:
+        return f"_R({self.dim}, {', '.join(map(str, self.sizes))})"
+
+
+@value
+class Owned(Placement):
+    """One rank of the axis, ``index``, holds the tensor, which has no dims; what the others hold does not count.
+
+    This is what one element of a dim that the axis cuts is.
+    """
+
+    index: int
+
+    def __repr__(self) -> str:
+        return f"Owned(index={self.index})"
+
+    def __str__(self) -> str:
+        return f"O({self.index})"
+
+
+@value
 class Partial(Placement):
     """Every rank holds a part of a reduction that is still to be done: the tensor is ``reduce_op`` over the ranks."""
 

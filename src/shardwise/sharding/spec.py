@@ -1,12 +1,14 @@
 """A sharded tensor without its data: mesh, placements and the meta of the global tensor.
 
 The text form is ``f32[8@dp, 4]`` (dim 0 cut over axis dp), ``f32[8, 4]{sum@tp}`` (a sum over axis tp is pending),
-``f32[8@tp/2, 4]`` (a strided shard with split factor 2).
+``f32[8@tp/2, 4]`` (a strided shard with split factor 2), ``f32[5@tp(2,2,1,0), 4]`` (parts of these sizes),
+``f32[]{tp=1}`` (a tensor without dims that lies on the rank of index 1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from math import prod
 
 import torch
@@ -14,7 +16,17 @@ import torch
 from shardwise._value import derived, value
 from shardwise.errors import PlacementError, message
 from shardwise.mesh.mesh import DeviceMesh
-from shardwise.sharding.placement import Cut, Intervals, Partial, Placement, Replicate, Shard
+from shardwise.sharding.placement import (
+    Cut,
+    Intervals,
+    Owned,
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+)
 
 DTYPE_NAMES = {
     torch.float32: "f32",
@@ -149,12 +161,22 @@ class Spec:
         pending = []
         for placement, name in zip(self.placements, self.mesh.axis_names, strict=True):
             if isinstance(placement, Cut):
-                factor = getattr(placement, "split_factor", None)
-                cuts[placement.dim] += f"@{name}" if factor is None else f"@{name}/{factor}"
+                cuts[placement.dim] += f"@{name}{_suffix(placement)}"
             elif isinstance(placement, Partial):
                 pending.append(f"{placement.reduce_op}@{name}")
+            elif isinstance(placement, Owned):
+                pending.append(f"{name}={placement.index}")
         dims = ", ".join(f"{size}{cut}" for size, cut in zip(self.shape, cuts, strict=True))
         return f"{dtype_name(self.meta.dtype)}[{dims}]" + (f"{{{', '.join(pending)}}}" if pending else "")
+
+
+def _suffix(cut: Cut) -> str:
+    match cut:
+        case StridedShard():
+            return f"/{cut.split_factor}"
+        case RaggedShard():
+            return f"({','.join(map(str, cut.sizes))})"
+    return ""
 
 
 def _select(held: Intervals, wanted: Intervals) -> Intervals:
@@ -190,7 +212,8 @@ def normalize(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> t
                 do=f"give {mesh.ndim} placements, one for each of the axes {', '.join(mesh.axis_names)}",
             )
         )
-    return tuple(_normalize_one(placement, ndim, asked) for placement in placements)
+    pairs = zip(placements, mesh.shape, strict=True)
+    return tuple(_normalize_one(placement, ndim, parts, asked) for placement, parts in pairs)
 
 
 def _are_normal(placements: tuple[Placement, ...], ndim: int) -> bool:
@@ -203,13 +226,37 @@ def _are_normal(placements: tuple[Placement, ...], ndim: int) -> bool:
     return True
 
 
-def _normalize_one(placement: Placement, ndim: int, asked: str) -> Placement:
+def check_sizes(spec: Spec) -> None:
+    """Raise `PlacementError` unless the sizes of every `RaggedShard` add up to what they cut, wherever they do."""
+    for axis, placement in enumerate(spec.placements):
+        if placement.__class__ is not RaggedShard:
+            continue
+        assert isinstance(placement, RaggedShard), placement
+        total = sum(placement.sizes)
+        for coordinate in product(*map(range, spec.mesh.shape)):
+            size = spec.size_before(axis, coordinate)
+            if size not in (0, total) and len(placement.sizes) - placement.sizes.count(0) != 1:
+                raise PlacementError(
+                    message(
+                        f"the sizes of {placement!r} add up to {total}, and there are {size} elements to cut",
+                        asked=f"{spec} on {spec.mesh}",
+                        do=f"give sizes that add up to {size}, or Shard({placement.dim})",
+                    )
+                )
+
+
+def _normalize_one(placement: Placement, ndim: int, parts: int, asked: str) -> Placement:
     if not isinstance(placement, Placement):
         raise PlacementError(
             message(f"{placement!r} is not a placement", asked=asked, do="Shard(dim), Replicate(), ...")
         )
+    if isinstance(placement, Owned) and (ndim or not 0 <= placement.index < parts):
+        span = f"an index from 0 to {parts - 1}, for a tensor without dims"
+        raise PlacementError(message(f"{placement!r} does not fit", asked=asked, do=span))
     if not isinstance(placement, Cut):
         return placement
+    if isinstance(placement, RaggedShard) and len(placement.sizes) != parts:
+        raise PlacementError(message(f"{placement!r}: {parts} sizes are needed", asked=asked, do="one for each rank"))
     if not -ndim <= placement.dim < ndim:
         span = (
             f"a dim from {-ndim} to {ndim - 1}" if ndim else "a tensor without dims can only be replicated or partial"

@@ -1,13 +1,24 @@
-"""Whether what the ranks hand in as parts can be the parts of one tensor."""
+"""Whether what the ranks hand in as parts can be the parts of one tensor, and of which one."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import NamedTuple
+from zlib import crc32
 
 import torch
 
 from shardwise.comm import wire
 from shardwise.errors import PlacementError, message
-from shardwise.sharding.placement import Replicate
-from shardwise.sharding.spec import Spec
+from shardwise.mesh.mesh import DeviceMesh
+from shardwise.sharding.fitting import fit
+from shardwise.sharding.placement import Cut, Placement, Replicate, Shard
+from shardwise.sharding.spec import Spec, TensorMeta
+
+DIMS = 64  # the most dims that a tensor of torch can have
+
+Coordinate = tuple[int, ...]
 
 
 def check_local_shape(local: torch.Tensor, spec: Spec) -> None:
@@ -20,33 +31,141 @@ def check_local_shape(local: torch.Tensor, spec: Spec) -> None:
             "the local tensor is not this rank's part of the global one",
             asked=f"from_local of {list(local.shape)} as {spec} on {spec.mesh}",
             got=f"at {coordinate} of the mesh the part must have the shape {list(spec.local_shape(coordinate))}",
-            do="give the shape= and stride= of the global tensor whose parts follow the rule of torch.chunk",
+            do="give the shape= of the global tensor, whose parts follow the rule of torch.chunk; or, for parts of "
+            "other sizes, RaggedShard(dim, sizes), or run_check=True, which asks every rank for its sizes",
         )
     )
 
 
-def check_locals(local: torch.Tensor, spec: Spec) -> None:
-    """Compare shape and, over replicated axes, contents across the mesh; raise `PlacementError` naming the rank."""
-    coordinate = spec.mesh.get_coordinate()
-    if coordinate is None:
-        return
-    group = spec.mesh.axes_group(tuple(range(spec.mesh.ndim)))
-    mine = torch.tensor([local.ndim, *spec.shape], dtype=torch.int64, device=local.device)
-    every = wire.wait(wire.all_gather(mine, group)).view(group.size, -1)
-    odd = [rank for rank, row in zip(group.ranks, every.tolist(), strict=True) if row != every[0].tolist()]
-    if odd:
-        raise PlacementError(message("the ranks hold parts of different shapes", got=f"rank {odd[0]} differs: {every}"))
+class Part(NamedTuple):
+    """What a rank says of its part."""
+
+    dtype: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def agreed(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> Spec:
+    """The spec of the tensor whose parts the ranks of ``mesh`` hold, found by asking them all.
+
+    Dims cut by `Shard` whose parts follow another rule than that of `torch.chunk` are cut by `RaggedShard`. Raises
+    `PlacementError` where the parts cannot be those of one tensor (of ``shape``, if given), naming a rank.
+    """
+    if mesh.get_coordinate() is None:
+        return Spec(mesh, placements, TensorMeta.contiguous(tuple(shape or (0,) * local.ndim), local.dtype))
+    parts = _exchanged(local, mesh)
+    _check_alike(parts, mesh, placements, local.dtype)
+    first = parts[(0,) * mesh.ndim]
+    laid, sizes = list(placements), list(first.shape)
+    for dim in range(local.ndim):
+        axes = [axis for axis, own in enumerate(placements) if isinstance(own, Cut) and own.dim == dim]
+        if axes:
+            sizes[dim], found = _along(parts, mesh, placements, axes, dim, None if shape is None else shape[dim])
+            for axis, placement in zip(axes, found, strict=True):
+                laid[axis] = placement
+    if shape is not None and tuple(shape) != tuple(sizes):
+        raise _not_parts(mesh, placements, f"the parts make up {sizes}, and shape={list(shape)}")
+    steps = dense(sizes, first.stride) if stride is None else tuple(stride)
+    spec = Spec(mesh, tuple(laid), TensorMeta(tuple(sizes), steps, local.dtype))
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate):
             _check_replicas(local, spec, axis)
+    return spec
+
+
+def _exchanged(local: torch.Tensor, mesh: DeviceMesh) -> dict[Coordinate, Part]:
+    row = [local.ndim, crc32(str(local.dtype).encode()), *local.shape, *local.stride()]
+    mine = torch.tensor(row + [0] * (2 + 2 * DIMS - len(row)), dtype=torch.int64, device=local.device)
+    group = mesh.axes_group(tuple(range(mesh.ndim)))
+    rows = wire.wait(wire.all_gather(mine, group)).view(group.size, -1).tolist()
+    found = {}
+    for coordinate, (ndim, dtype, *rest) in zip(product(*map(range, mesh.shape)), rows, strict=True):
+        found[coordinate] = Part(dtype, tuple(rest[:ndim]), tuple(rest[ndim : 2 * ndim]))
+    return found
+
+
+def _check_alike(
+    parts: dict[Coordinate, Part], mesh: DeviceMesh, placements: tuple[Placement, ...], dtype: torch.dtype
+) -> None:
+    """Dtypes are the same everywhere, and so are the sizes of dims over axes that do not cut them."""
+    first = parts[(0,) * mesh.ndim]
+    for rank, (coordinate, part) in zip(mesh.ranks, parts.items(), strict=True):
+        if part.dtype != first.dtype or len(part.shape) != len(first.shape):
+            mine = "has another dtype" if part.dtype != first.dtype else f"has the shape {list(part.shape)}"
+            raise _not_parts(mesh, placements, f"rank {rank} {mine} than rank {mesh.ranks[0]}, {list(first.shape)}")
+        for dim, size in enumerate(part.shape):
+            like = tuple(
+                index if isinstance(own, Cut) and own.dim == dim else 0
+                for own, index in zip(placements, coordinate, strict=True)
+            )
+            if size != parts[like].shape[dim]:
+                other = list(parts).index(like)
+                got = f"dim {dim} has the size {size} on rank {rank}, and {parts[like].shape[dim]} on rank"
+                raise _not_parts(mesh, placements, f"{got} {mesh.ranks[other]}")
+
+
+def _along(
+    parts: dict[Coordinate, Part],
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    axes: list[int],
+    dim: int,
+    asked: int | None,
+) -> tuple[int, tuple[Placement, ...]]:
+    """The size of a dim, and how the axes that cut it do so."""
+    counts = [mesh.shape[axis] for axis in axes]
+    sizes, intervals, position = {}, {}, 0
+    for place in product(*map(range, counts)):
+        at = dict(zip(axes, place, strict=True))
+        sizes[place] = parts[tuple(at.get(axis, 0) for axis in range(mesh.ndim))].shape[dim]
+        intervals[place] = (((position, position + sizes[place]),),) if sizes[place] else None
+        position += sizes[place]
+    size = position if asked is None else asked
+    given = tuple(placements[axis] for axis in axes)
+    line = Spec(mesh, tuple(_moved(own, dim) for own in placements), TensorMeta.contiguous((size,), torch.uint8))
+    follows = all(
+        line.local_shape(coordinate) == (part.shape[dim],) for coordinate, part in parts.items()
+    )
+    if follows or position != size:
+        if not follows:
+            raise _not_parts(mesh, placements, f"the parts of dim {dim} are {list(sizes.values())}, of {size} in all")
+        return size, given
+    found = fit((size,), counts, intervals, exact=True) if all(isinstance(own, Shard) for own in given) else None
+    if found is None:
+        raise _not_parts(mesh, placements, f"the parts of dim {dim} are {list(sizes.values())}")
+    return size, tuple(own.at(dim) for own in found if isinstance(own, Cut))
+
+
+def _moved(own: Placement, dim: int) -> Placement:
+    return own.at(0) if isinstance(own, Cut) and own.dim == dim else Replicate()
+
+
+def dense(sizes: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor of these sizes, whose dims lie in memory in the order in which those of ``like`` do."""
+    steps, step = [0] * len(sizes), 1
+    for dim in sorted(range(len(sizes)), key=lambda dim: (like[dim], -dim)):
+        steps[dim] = step
+        step *= max(sizes[dim], 1)
+    return tuple(steps)
+
+
+def _not_parts(mesh: DeviceMesh, placements: tuple[Placement, ...], got: str) -> PlacementError:
+    what = "the ranks do not hold the parts of one tensor"
+    return PlacementError(message(what, asked=f"from_local as {list(placements)} on {mesh}", got=got))
 
 
 def _check_replicas(local: torch.Tensor, spec: Spec, axis: int) -> None:
     group = spec.mesh.axis_group(axis)
-    parts = wire.wait(wire.all_gather(local.contiguous().reshape(1, *local.shape), group))
+    parts = wire.wait(wire.all_gather(local.detach().contiguous().reshape(1, *local.shape), group))
+    name = spec.mesh.axis_names[axis]
     for rank, part in zip(group.ranks, parts, strict=True):
         if not torch.equal(part, parts[0]):
-            name = spec.mesh.axis_names[axis]
             raise PlacementError(
                 message(
                     f"the tensor is not the same on the ranks of axis {name}, where it is to be replicated",

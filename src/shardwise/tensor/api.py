@@ -14,7 +14,7 @@ from shardwise.errors import ArgumentError, DistributedTwiceError, LeafError, Pl
 from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import Group, current_world
 from shardwise.sharding.placement import Cut, Partial, Placement, Replicate
-from shardwise.sharding.spec import Spec, TensorMeta, normalize
+from shardwise.sharding.spec import Spec, TensorMeta, check_sizes, normalize
 from shardwise.tensor.dtensor import DTensor, mesh_or_current
 
 Placements = Sequence[Placement]
@@ -60,6 +60,7 @@ def distribute_tensor(
             )
         )
     spec = Spec(mesh, wanted, TensorMeta.of(tensor))
+    check_sizes(spec)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         local = torch.empty((0,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)

@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import ViewError
 from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import current_world
 from shardwise.redistribute import execute
+from shardwise.redistribute.planner import plan
 from shardwise.redistribute.steps import Step
 from shardwise.rules.foreach import foreach_base, foreach_entries
 from shardwise.rules.table import void_when_rules_change
 from shardwise.sharding.placement import Replicate
 from shardwise.sharding.spec import Spec, TensorMeta
+from shardwise.tensor.explicit import forbid
 from shardwise.tensor.prepare import (
     Args,
     Kwargs,
@@ -85,7 +88,13 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Any:
     exact = tuple(key)
     ready: Ready | None = plans.get(exact)
     if ready is None:
-        ready = _prepared(plans, exact, kind, op, args, kwargs)
+        try:
+            ready = _prepared(plans, exact, kind, op, args, kwargs)
+        except ViewError as refusal:
+            return _moved_first(kind, op, args, kwargs, refusal)
+    if ready.views and torch.is_inference_mode_enabled() and not args[0].is_inference():
+        with torch.inference_mode(False):  # a view of a normal tensor is one, whatever the mode
+            return _run(kind, op, args, kwargs, ready, local_args, local_kwargs)
     if ready.wraps is not None:
         return kind._wrap(ready.local(*local_args, *ready.tail, **local_kwargs), ready.wraps)
     return _run(kind, op, args, kwargs, ready, local_args, local_kwargs)
@@ -127,7 +136,8 @@ def _local_of(argument: torch.Tensor, kind: Any, key: list[Any]) -> torch.Tensor
         key.append(argument._spec)
         return argument._local_tensor  # type: ignore[no-any-return]
     implicit = argument.ndim > 0 and is_replicated()
-    key.append((implicit, argument.dtype, tuple(argument.shape), argument.stride()))
+    backward = torch._C._current_graph_task_id() != -1
+    key.append((implicit, backward, argument.dtype, tuple(argument.shape), argument.stride()))
     return argument
 
 
@@ -168,6 +178,8 @@ def _run(
         return ready.expand(*in_schema_order(op, args, kwargs))
     if ready.each:
         return run_each(op, args, kwargs, ready)
+    if ready.moves:
+        forbid(op, [move[1:] for move in ready.moves])
     for place, source, steps in ready.moves:
         _replace(local_args, local_kwargs, place, source, steps)
     if ready.relabels:  # the local tensor may be known elsewhere, and keeps its shape there
@@ -179,6 +191,20 @@ def _run(
     if ready.relabels:
         return _relabelled(op, args, kwargs, result, ready)
     return wrapped(kind, ready, result, args, kwargs)
+
+
+def _moved_first(kind: Any, op: Op, args: Args, kwargs: Kwargs, refusal: ViewError) -> Any:
+    # A backward pass reshapes gradients by views; nobody sees their memory, so they may move first.
+    if refusal.placements is None or torch._C._current_graph_task_id() == -1:
+        raise refusal
+    return run(kind, op, (redistributed(op, args[0], refusal.placements), *args[1:]), kwargs)
+
+
+def redistributed(what: object, tensor: Any, placements: Any) -> Any:
+    """``tensor`` lying as ``placements`` say, where the operator ``what`` needs that by itself."""
+    spec: Spec = tensor._spec
+    forbid(what, [(spec, plan(spec, spec.with_placements(placements)))])
+    return tensor.redistribute(placements=placements)
 
 
 def _replace(args: list[Any], kwargs: Kwargs, place: Place, source: Spec, steps: tuple[Step, ...]) -> None:

@@ -8,16 +8,18 @@ from typing import Any, cast
 
 import torch
 
-from shardwise.errors import RedistributeError, message
+from shardwise.errors import RedistributeError, ViewError, message
 from shardwise.mesh.mesh import DeviceMesh, current_mesh
+from shardwise.mesh.world import current_world
 from shardwise.redistribute import execute
 from shardwise.redistribute.planner import plan
 from shardwise.redistribute.transfer import transfer
-from shardwise.sharding.placement import Cut, Partial, Placement, Replicate
-from shardwise.sharding.spec import Spec, TensorMeta, normalize
+from shardwise.sharding.placement import Cut, Partial, Placement, RaggedShard, Replicate
+from shardwise.sharding.spec import Spec, TensorMeta, check_sizes, normalize
 from shardwise.tensor import agree, dispatch
 
 Placements = Sequence[Placement]
+ROADS = 4096  # how many ways around an impossible view a rank remembers
 
 
 class DTensor(torch.Tensor):
@@ -94,8 +96,11 @@ class DTensor(torch.Tensor):
         """Make a DTensor of what each rank holds; differentiable, and without communication unless ``run_check``.
 
         The global shape is inferred as local size times ranks for each sharded dim, unless ``shape`` and ``stride``
-        are given (as they must be for uneven shards). The gradient arrives with ``grad_placements``, by default the
-        placements themselves with pending ones replicated. Raises `PlacementError` if the placements do not fit.
+        are given (as they must be for uneven shards). With ``run_check`` every rank is asked: the shape is the one that
+        the parts make up, parts of sizes that follow no rule make a `RaggedShard`, and shapes, dtypes and, over
+        replicated axes, contents must agree. The gradient arrives with ``grad_placements``, by default the placements
+        themselves with pending ones replicated. Raises `PlacementError` if the placements do not fit, or, with
+        ``run_check``, naming the rank that differs.
         """
         mesh = mesh_or_current(device_mesh)
         if isinstance(local_tensor, DTensor):
@@ -103,11 +108,12 @@ class DTensor(torch.Tensor):
                 message("from_local takes a plain tensor", got=repr(local_tensor._spec), do="use .redistribute(...)")
             )
         own = normalize(tuple(placements or [Replicate()] * mesh.ndim), mesh, local_tensor.ndim)
-        meta = _global_meta(local_tensor, mesh, own, shape, stride)
-        spec = Spec(mesh, own, meta)
-        agree.check_local_shape(local_tensor, spec)
         if run_check:
-            agree.check_locals(local_tensor, spec)
+            spec = agree.agreed(local_tensor, mesh, own, shape, stride)
+        else:
+            spec = Spec(mesh, own, _global_meta(local_tensor, mesh, own, shape, stride))
+            check_sizes(spec)
+            agree.check_local_shape(local_tensor, spec)
         back = _gradient_placements(spec) if grad_placements is None else normalize(grad_placements, mesh, spec.ndim)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
             return DTensor._wrap(local_tensor.detach() if local_tensor.requires_grad else local_tensor, spec)
@@ -159,6 +165,7 @@ class DTensor(torch.Tensor):
             )
         mesh = device_mesh or spec.mesh
         target = normalize(placements, mesh, spec.ndim)
+        check_sizes(Spec(mesh, target, spec.meta))
         if mesh is spec.mesh:
             _check_pending(spec, target)
         source = self._cast(forward_dtype or self.dtype)
@@ -169,6 +176,38 @@ class DTensor(torch.Tensor):
             return _moved(source, goal, async_op)
         applied = _Redistribute.apply(source, goal, async_op, backward_dtype or self.dtype)  # type: ignore[no-untyped-call]
         return cast(DTensor, applied)
+
+    def reshape(self, *shape: Any) -> DTensor:  # type: ignore[override]
+        """The same elements in another shape: a view where that is exact, else after the cheapest redistribution.
+
+        Unlike ``view`` it may communicate, which `explicit` forbids; ``torch.reshape`` is as strict as ``view``.
+        """
+        sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        return self._by_the_cheapest_road("reshape", torch.Tensor.reshape, tuple(sizes))
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DTensor:  # type: ignore[override]
+        """The dims from ``start_dim`` to ``end_dim`` as one; like `reshape` it may redistribute first."""
+        return self._by_the_cheapest_road("flatten", torch.Tensor.flatten, start_dim, end_dim)
+
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> DTensor:  # type: ignore[override]
+        """``dim`` as several dims of these ``sizes``; like `reshape` it may redistribute first."""
+        return self._by_the_cheapest_road("unflatten", torch.Tensor.unflatten, dim, tuple(sizes))
+
+    def _by_the_cheapest_road(self, name: str, call: Any, *args: Any) -> DTensor:
+        if torch.compiler.is_compiling():
+            return cast(DTensor, call(self, *args))
+        roads = current_world().memory.setdefault("roads", {})
+        key = (self._spec, name, args)
+        if key not in roads:
+            try:
+                return cast(DTensor, call(self, *args))
+            except ViewError as refusal:
+                if refusal.placements is None:
+                    raise
+                if len(roads) >= ROADS:
+                    roads.clear()
+                roads[key] = refusal.placements
+        return cast(DTensor, call(dispatch.redistributed(f"DTensor.{name}", self, roads[key]), *args))
 
     def _cast(self, dtype: torch.dtype) -> DTensor:
         return self if self.dtype == dtype else cast(DTensor, self.to(dtype))
@@ -247,12 +286,15 @@ def _global_meta(
         return TensorMeta.contiguous(tuple(shape), local.dtype)
     own = TensorMeta.of(local)
     sizes, strides = list(own.shape), list(own.stride)
+    ragged = {cut.dim: sum(cut.sizes) for cut in placements if isinstance(cut, RaggedShard)}
+    if ragged:
+        sizes = [ragged.get(dim, size) for dim, size in enumerate(sizes)]
     for placement, parts in zip(placements, mesh.shape, strict=True):
-        if isinstance(placement, Cut):
+        if isinstance(placement, Cut) and placement.dim not in ragged:
             grown = strides[placement.dim]
             strides = [step * parts if step > grown else step for step in strides]
             sizes[placement.dim] *= parts
-    return TensorMeta(tuple(sizes), tuple(strides), local.dtype)
+    return TensorMeta(tuple(sizes), agree.dense(sizes, strides) if ragged else tuple(strides), local.dtype)
 
 
 def _arrived(local: torch.Tensor) -> torch.Tensor:

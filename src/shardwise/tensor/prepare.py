@@ -38,6 +38,7 @@ class Ready:
     Where ``measured`` is a mesh, the results are whole on it, of whatever shape they come. A plan that does not last is
     made anew for each call.
     ``expand`` and ``each`` stand in place of all the rest: the operator in terms of others, or entry by entry.
+    ``views`` is whether results share memory with an argument.
     """
 
     local: Callable[..., Any]
@@ -53,6 +54,7 @@ class Ready:
     relabels: bool = False
     lasts: bool = True
     tail: tuple[Any, ...] = ()
+    views: bool = False
 
 
 def prepare(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., Ready]) -> Ready:
@@ -128,6 +130,7 @@ def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, a
         wraps=wraps,
         relabels=traits.relabels,
         tail=tail,
+        views=traits.is_view,
     )
 
 

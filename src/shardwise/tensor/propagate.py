@@ -18,11 +18,13 @@ from shardwise.mesh.world import current_world
 from shardwise.redistribute.planner import plan, price
 from shardwise.redistribute.steps import Step
 from shardwise.rules.equation import Sizes, Strategy
+from shardwise.rules.images import Image
 from shardwise.rules.rule import Call, Choices, Placing, Rule, called, choices, resolve
 from shardwise.rules.table import lookup, make_call, out_of_place
-from shardwise.sharding.placement import Cut, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.sharding.placement import Cut, Owned, Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta
 from shardwise.tensor.metas import Metas, output_metas
+from shardwise.tensor.relabel import local_view, nearest, relabelled
 from shardwise.tensor.signature import Signature, signature
 
 Op = torch._ops.OpOverload
@@ -104,7 +106,14 @@ def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
         return OpPlan(asked.op, expand=rule.expand)
     ways = choices(replace(rule, meaning=meaning), call)
     try:
-        chosen = _remembered(asked, ways, whole) or _choose(asked, traits, call, ways, rule, whole)
+        chosen = _remembered(asked, ways, whole)
+        if chosen is None and rule.image is not None and not (whole or traits.written):
+            free = None if _prefers_image(asked, traits) else _choose(asked, traits, call, ways, rule, whole, free=True)
+            found = _relabelled(asked, traits, call, rule.image) if free is None else None
+            if found is not None:
+                return found
+            chosen = free
+        chosen = chosen or _choose(asked, traits, call, ways, rule, whole)
     except InplaceError:
         expand = _reducing(asked)
         if expand is None:
@@ -113,7 +122,7 @@ def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
     return OpPlan(asked.op, expand=rule.expand) if chosen is None else _plan(asked, call, ways, chosen)
 
 
-def _reducing(asked: Asked) -> Callable[..., Any] | None:
+def _reducing(asked: Asked) -> Callable[..., object] | None:
     """An operator that writes over a pending tensor, on the reduced one: the result is made pending like the target."""
     functional, target = out_of_place(asked.op), asked.specs[0]
     if functional is None or target is None or not any(isinstance(role, Partial) for role in target.placements):
@@ -159,6 +168,60 @@ def _unknown(asked: Asked) -> OpPlan:
 Chosen = tuple[str, Strategy]
 
 
+def _prefers_image(asked: Asked, traits: Signature) -> bool:
+    """Whether a gradient of a part lies raggedly as the part does: then the gradient of the whole may lie better."""
+    spec = asked.specs[0]
+    return not traits.viewed and spec is not None and any(isinstance(own, RaggedShard) for own in spec.placements)
+
+
+def _relabelled(
+    asked: Asked, traits: Signature, call: Call, image_of: Callable[..., Image | None]
+) -> OpPlan | None:
+    """The plan in which every element stays where it is; None if there is none, and the operator may move them."""
+    image, spec = image_of(*call.args), asked.specs[0]
+    if image is None or spec is None:
+        return None
+    outputs = relabelled(spec, image, call.outputs)
+    if outputs is None:
+        if traits.viewed:
+            raise _no_view(asked, spec, nearest(spec, image, call.outputs))
+        return None
+    if asked.coordinate is None:
+        return OpPlan(asked.op, (), outputs)
+    copies = not traits.viewed and image.exact and asked.op is not torch.ops.aten._unsafe_view.default
+    listed = traits.returns != "tensor"
+    local = local_view(spec, image, outputs, asked.coordinate, copies=copies, listed=listed)
+    return OpPlan(local, (), outputs, normalized=True)
+
+
+def _no_view(asked: Asked, spec: Spec, other: Spec | None) -> ViewError:
+    changed = [
+        axis for axis in range(spec.mesh.ndim) if other is None or other.placements[axis] is not spec.placements[axis]
+    ]
+    cuts = [(axis, own) for axis in changed if isinstance(own := spec.placements[axis], Cut)]
+    sizes = "; ".join(f"axis {spec.mesh.axis_names[axis]} cuts dim {own.dim} into {_sizes(spec, axis)}" for axis, own in cuts)
+    advice = "" if other is None else f".redistribute(placements={list(other.placements)}), which is {other}"
+    refused = ViewError(
+        message(
+            f"{asked.op} is a view, and a view never communicates: the parts of the ranks are no shards of the result",
+            asked=asked,
+            got=sizes or None,
+            do=f"first {advice}" if advice else "redistribute it to Replicate() first",
+        )
+    )
+    refused.placements = None if other is None else other.placements
+    return refused
+
+
+def _sizes(spec: Spec, axis: int) -> tuple[int, ...]:
+    """The sizes of the parts that ``axis`` cuts, on the first ranks of the other axes."""
+    own = spec.placements[axis]
+    assert isinstance(own, Cut), own
+    parts = spec.mesh.shape[axis]
+    size = spec.size_before(axis, (0,) * spec.mesh.ndim)
+    return tuple(own.local_size(size, parts, index) for index in range(parts))
+
+
 def _remembered(asked: Asked, ways: Choices, whole: bool) -> list[Strategy] | None:
     """The strategies that were free of moves when operands of other sizes lay like these, if they still are.
 
@@ -168,10 +231,10 @@ def _remembered(asked: Asked, ways: Choices, whole: bool) -> list[Strategy] | No
     if labels is None:
         return None
     chosen, sizes = [], ways.sizes
-    for axis, (parts, (label, factor)) in enumerate(zip(asked.mesh.shape, labels, strict=True)):
+    for axis, (parts, (label, lying)) in enumerate(zip(asked.mesh.shape, labels, strict=True)):
         strategy = ways.strategy(label, parts, sizes)
-        if strategy is not None and factor is not None:
-            strategy = Strategy(_strided(strategy.inputs, factor), _strided(strategy.outputs, factor))
+        if strategy is not None and lying is not None:
+            strategy = _varied(strategy, lying, asked.specs, axis)
         if strategy is None or not _moves_nothing(strategy, asked.specs, axis):
             return None
         chosen.append(strategy)
@@ -179,7 +242,7 @@ def _remembered(asked: Asked, ways: Choices, whole: bool) -> list[Strategy] | No
     return chosen
 
 
-def _remember(asked: Asked, ways: Choices, whole: bool, picks: list[tuple[str, int | None]]) -> None:
+def _remember(asked: Asked, ways: Choices, whole: bool, picks: list[tuple[str, Placement | None]]) -> None:
     known = current_world().memory.setdefault("choices", {})
     if len(known) >= CHOICES:
         known.clear()
@@ -192,46 +255,48 @@ def _likeness(asked: Asked, ways: Choices, whole: bool) -> object:
 
 
 def _choose(
-    asked: Asked, traits: Signature, call: Call, ways: Choices, rule: Rule, whole: bool
+    asked: Asked, traits: Signature, call: Call, ways: Choices, rule: Rule, whole: bool, free: bool = False
 ) -> list[Strategy] | None:
+    """A strategy for each axis; None if an axis would need moves, and the rule has a way around (or ``free``)."""
     written, viewed = _operands_at(call, asked, traits.written), _operands_at(call, asked, traits.viewed)
     if traits.relabels:
         written, viewed = (), (0,)
     chosen: list[Strategy] = []
     current = list(asked.specs)
     sizes = ways.sizes
-    picks: list[tuple[str, int | None]] = []
-    free = True
+    picks: list[tuple[str, Placement | None]] = []
+    moved = False
     for axis, parts in enumerate(asked.mesh.shape):
         all_ways = [
             (label, variant)
             for label in ways.labels
             if (strategy := ways.strategy(label, parts, sizes)) is not None
-            for variant in _variants(label, strategy, current, axis, ways)
+            for variant in _variants(label, strategy, current, axis, ways, call)
             if not whole or all(role is None or role.is_replicate() for role in variant.inputs)
         ]
         allowed = [way for way in all_ways if _keeps(way[1], current, axis, written)]
         pick = next((way for way in allowed if _moves_nothing(way[1], current, axis)), None)
-        if pick is None and rule.expand is not None:
+        if pick is None and (free or rule.expand is not None):
             return None
         if pick is None:
-            pick, free = _cheapest(allowed, current, axis, viewed), False
+            pick, moved = _cheapest(allowed, current, axis, viewed), True
         if pick is None:
             raise _refusal(asked, axis, all_ways, allowed, viewed)
         chosen.append(pick[1])
         current = _after(current, axis, pick[1].inputs)
-        picks.append((pick[0], _factor_of(pick, ways, parts, sizes)))
+        picks.append((pick[0], _lying(pick, ways, parts, sizes)))
         sizes = ways.after(pick[0], parts, sizes)
-    if free:
+    if not moved:
         _remember(asked, ways, whole, picks)
     return chosen
 
 
-def _factor_of(pick: Chosen, ways: Choices, parts: int, sizes: Sizes) -> int | None:
-    """The split factor by which a pick differs from the plain strategy of its label, or None."""
+def _lying(pick: Chosen, ways: Choices, parts: int, sizes: Sizes) -> Placement | None:
+    """The placement (of dim 0, if a cut) by which a pick differs from the plain strategy of its label, or None."""
     if ways.strategy(pick[0], parts, sizes) == pick[1]:
         return None
-    return next(role.split_factor for role in pick[1].inputs if isinstance(role, StridedShard))
+    role = next(role for role in pick[1].inputs if isinstance(role, (StridedShard, RaggedShard, Owned)))
+    return role if isinstance(role, Owned) else role.at(0)
 
 
 def _operands_at(call: Call, asked: Asked, places: tuple[int, ...]) -> tuple[int, ...]:
@@ -257,17 +322,32 @@ def _count(op: Op, place: int, argument: object) -> int:
     return 0
 
 
-def _variants(label: str, strategy: Strategy, current: Specs, axis: int, ways: Choices) -> Iterator[Strategy]:
+def _variants(
+    label: str, strategy: Strategy, current: Specs, axis: int, ways: Choices, call: Call
+) -> Iterator[Strategy]:
     yield strategy
-    if not ways.takes_any_cut(label):
-        return
-    lying = {spec.placements[axis] for spec in current if spec is not None}
-    for factor in sorted({placement.split_factor for placement in lying if isinstance(placement, StridedShard)}):
-        yield Strategy(_strided(strategy.inputs, factor), _strided(strategy.outputs, factor))
+    lying = dict.fromkeys(spec.placements[axis] for spec in current if spec is not None)
+    if ways.takes_any_cut(label):
+        others = dict.fromkeys(own.at(0) for own in lying if isinstance(own, (StridedShard, RaggedShard)))
+        for cut in sorted(others, key=repr):
+            yield _varied(strategy, cut, current, axis)
+    if strategy.outputs and all(role is None or role.is_replicate() for role in (*strategy.inputs, *strategy.outputs)):
+        for own in lying:
+            if isinstance(own, Owned) and not any(meta is not None and meta.shape for meta in call.outputs):
+                yield _varied(strategy, own, current, axis)
 
 
-def _strided(roles: tuple[Placement | None, ...], factor: int) -> tuple[Placement | None, ...]:
-    return tuple(StridedShard(role.dim, factor) if isinstance(role, Shard) else role for role in roles)
+def _varied(strategy: Strategy, lying: Placement, current: Specs, axis: int) -> Strategy:
+    """``strategy`` with its shards cut as ``lying`` is; or, if that is on one rank, done where it lies."""
+    if isinstance(lying, Cut):
+        inputs, outputs = (
+            tuple(lying.at(role.dim) if isinstance(role, Shard) else role for role in side) for side in strategy
+        )
+        return Strategy(inputs, outputs)
+    there = [spec is not None and spec.placements[axis] is lying for spec in current]
+    roles = zip(strategy.inputs, there, strict=True)
+    inputs = tuple(lying if own and role is not None else role for role, own in roles)
+    return Strategy(inputs, tuple(None if role is None else lying for role in strategy.outputs))
 
 
 def _keeps(strategy: Strategy, current: Specs, axis: int, written: tuple[int, ...]) -> bool:

@@ -1,0 +1,126 @@
+"""Views of parts that follow no equation: where the results lie, found from where the elements go, without a move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, product
+
+import torch
+
+from shardwise.redistribute.planner import price
+from shardwise.rules.images import Boxes, Image
+from shardwise.sharding.fitting import Box, fit, volume
+from shardwise.sharding.placement import Cut, Owned, Placement, Replicate, Shard, StridedShard
+from shardwise.sharding.spec import Spec, TensorMeta
+
+Placements = tuple[Placement, ...]
+Metas = Sequence[TensorMeta | None]
+
+TRIED = 512  # how many other placements are tried, before a refusal advises to replicate
+
+
+def relabelled(spec: Spec, image: Image, metas: Metas) -> tuple[Spec, ...] | None:
+    """Where the results lie if every element stays where it is; None if no placements say that."""
+    axes = involved(spec, image)
+    found: dict[tuple[int, ...], Boxes] = {}
+    for place in product(*(range(spec.mesh.shape[axis]) for axis in axes)):
+        coordinate = [0] * spec.mesh.ndim
+        for axis, index in zip(axes, place, strict=True):
+            coordinate[axis] = index
+        part = _part(spec, tuple(coordinate), image.touched)
+        boxes = (None,) * len(metas) if part is None else image.boxes(part)
+        if boxes is None:
+            return None
+        found[place] = boxes
+    results = []
+    factors = frozenset(own.split_factor for own in spec.placements if isinstance(own, StridedShard))
+    for output, meta in enumerate(metas):
+        assert meta is not None, metas
+        parts = {place: boxes[output] for place, boxes in found.items()}
+        counts = [spec.mesh.shape[axis] for axis in axes]
+        passing = set(image.kept[output].values())
+        dims = sorted(range(len(meta.shape)), key=lambda dim: dim in passing)
+        fitted = fit(meta.shape, counts, parts, exact=image.exact, factors=factors, dims=dims)
+        if fitted is None:
+            return None
+        laid = dict(zip(axes, fitted, strict=True))
+        placements = [
+            laid[axis] if axis in laid else _passing(own, image, output, meta)
+            for axis, own in enumerate(spec.placements)
+        ]
+        results.append(Spec(spec.mesh, tuple(placements), meta))
+    return tuple(results)
+
+
+def involved(spec: Spec, image: Image) -> tuple[int, ...]:
+    """The axes that cut a dim that the image touches, or hold the tensor on one rank."""
+    return tuple(
+        axis
+        for axis, (own, parts) in enumerate(zip(spec.placements, spec.mesh.shape, strict=True))
+        if parts > 1 and (isinstance(own, Owned) or (isinstance(own, Cut) and own.dim in image.touched))
+    )
+
+
+def _passing(own: Placement, image: Image, output: int, meta: TensorMeta) -> Placement:
+    if isinstance(own, Cut) and own.dim in image.kept[output]:
+        return own.at(image.kept[output][own.dim])
+    if isinstance(own, (Cut, Owned)):  # an axis of one rank
+        return Shard(min(own.dim, len(meta.shape) - 1)) if isinstance(own, Cut) and meta.shape else Replicate()
+    return own
+
+
+def _part(spec: Spec, coordinate: tuple[int, ...], dims: frozenset[int] | None = None) -> Box | None:
+    """What lies at ``coordinate``, the dims other than ``dims`` taken whole; None if it is nothing."""
+    for own, parts, index in zip(spec.placements, spec.mesh.shape, coordinate, strict=True):
+        if isinstance(own, Owned) and own.index != index and parts > 1:
+            return None
+    box = tuple(
+        spec.intervals(dim, coordinate) if dims is None or dim in dims else ((0, size),)
+        for dim, size in enumerate(spec.shape)
+    )
+    return box if volume(box) else None
+
+
+def local_view(
+    spec: Spec, image: Image, outputs: tuple[Spec, ...], coordinate: tuple[int, ...], *, copies: bool, listed: bool
+) -> Callable[..., object]:
+    """What the rank at ``coordinate`` does: the results of its part, and nothing, or zeros, where it has no part."""
+    part, results = _part(spec, coordinate), tuple(_part(output, coordinate) for output in outputs)
+    shapes = [output.local_shape(coordinate) for output in outputs]
+    nothing = not any(volume(result) for result in results)
+
+    def run(x: torch.Tensor, *_: object) -> object:
+        made = [None] * len(shapes) if nothing or part is None else image.run(x, part, results)
+        found = [
+            x.new_zeros(shape) if one is None else one.clone() if copies else one
+            for one, shape in zip(made, shapes, strict=True)
+        ]
+        return found if listed else found[0]
+
+    return run
+
+
+def nearest(spec: Spec, image: Image, metas: Metas) -> Spec | None:
+    """The cheapest redistribution after which every element can stay where it is; None if there is none."""
+    best, least = None, float("inf")
+    for count, candidate in enumerate(_candidates(spec, involved(spec, image))):
+        if count > TRIED:
+            break
+        cost = price(spec, candidate)
+        if cost < least and relabelled(candidate, image, metas) is not None:
+            best, least = candidate, cost
+    return best
+
+
+def _candidates(spec: Spec, axes: tuple[int, ...]) -> Iterator[Spec]:
+    lying: list[Placement] = [*map(Shard, range(spec.ndim)), Replicate()]
+    yield spec.with_placements(_laid(spec, axes, [Replicate()] * len(axes)))
+    for count in range(1, len(axes) + 1):
+        for changed in combinations(axes, count):
+            for chosen in product(lying, repeat=count):
+                yield spec.with_placements(_laid(spec, changed, chosen))
+
+
+def _laid(spec: Spec, axes: Sequence[int], chosen: Sequence[Placement]) -> Placements:
+    laid = dict(zip(axes, chosen, strict=True))
+    return tuple(laid.get(axis, own) for axis, own in enumerate(spec.placements))

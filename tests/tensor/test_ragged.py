@@ -1,0 +1,288 @@
+"""Tensors whose parts follow no rule: written through views, computed with, moved, and made from local parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise import (
+    DTensor,
+    Partial,
+    PlacementError,
+    RaggedShard,
+    RedistributeError,
+    Replicate,
+    Shard,
+    ViewError,
+    distribute_tensor,
+    explicit,
+    init_device_mesh,
+    sim,
+)
+from shardwise.comm import wire
+
+DENSE = torch.arange(20.0).view(5, 4)
+
+
+def line(ranks: int = 4):
+    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("x",))
+
+
+def ragged(mesh=None):
+    return distribute_tensor(DENSE, mesh or line(), [RaggedShard(0, (1, 0, 3, 1))])
+
+
+WRITES = {
+    "slice": lambda x: x[:2].zero_(),
+    "entry": lambda x: x[1].fill_(5),
+    "item": lambda x: x.__setitem__(3, 7.0),
+    "copy": lambda x: x[:2].copy_(x[3:]),
+    "element": lambda x: x[4][1].mul_(3),
+    "steps": lambda x: x[::2].add_(1),
+    "pieces": lambda x: [piece.mul_(factor) for factor, piece in enumerate(x.split(2))],
+    "rows": lambda x: [row.add_(at) for at, row in enumerate(x.unbind())],
+    "chunk": lambda x: x.chunk(2)[1].neg_(),
+    "diagonal": lambda x: x.diagonal(1).zero_(),
+    "flat": lambda x: x.view(-1)[4:12].fill_(-1),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), RaggedShard(0, (1, 0, 3, 1)), Replicate()], ids=str)
+def test_what_is_written_to_a_view_is_written_to_the_tensor(name, placement) -> None:
+    expected = DENSE.clone()
+    WRITES[name](expected)
+
+    def body():
+        x = distribute_tensor(DENSE, line(), [placement])
+        WRITES[name](x)
+        return x.placements, x.to_local(), x._spec.take(expected, x.device_mesh.get_coordinate())
+
+    for placements, local, wanted in sim.run(body, 4):
+        assert placements == (placement,)
+        torch.testing.assert_close(local, wanted)
+
+
+FUNCTIONS = {
+    "pointwise": lambda x, y: (x + 1) * x.sin(),
+    "two": lambda x, y: x * y,
+    "sum": lambda x, y: x.sum(),
+    "mean": lambda x, y: x.mean(0),
+    "max": lambda x, y: x.max(),
+    "var": lambda x, y: x.var(),
+    "norm": lambda x, y: x.norm(),
+    "matmul beside": lambda x, y: x @ torch.ones_like(y).t(),
+    "matmul along": lambda x, y: x.t() @ y,
+    "softmax": lambda x, y: x.softmax(0),
+    "cumsum": lambda x, y: x.cumsum(0),
+    "sort": lambda x, y: x.sort(0, descending=True)[0],
+    "cat": lambda x, y: torch.cat([x, y]),
+    "transposed": lambda x, y: x.t().contiguous(),
+    "tril": lambda x, y: x.tril(),
+    "argmax": lambda x, y: x.argmax(0),
+    "entry": lambda x, y: x[2] + y[0],
+    "element": lambda x, y: x[3][1] * y,
+    "mask": lambda x, y: torch.where(x > 7, x, y),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("other", [Replicate(), Shard(0), Shard(1), RaggedShard(0, (1, 0, 3, 1))], ids=str)
+def test_functions_of_ragged_shards_are_those_of_the_whole(name, other) -> None:
+    weight = torch.linspace(-1, 1, 20).view(5, 4)
+    expected = FUNCTIONS[name](DENSE, weight)
+    for found in sim.run(lambda: FUNCTIONS[name](ragged(), distribute_tensor(weight, line(), [other])).full_tensor(), 4):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("target", [Replicate(), Shard(0), Shard(1), RaggedShard(0, (0, 5, 0, 0))], ids=str)
+def test_ragged_shards_move_to_any_other_and_back(target) -> None:
+    def body():
+        x = ragged().requires_grad_()
+        there = x.redistribute(placements=[target])
+        back = there.redistribute(placements=x.placements)
+        (back * back).sum().backward()
+        return there.full_tensor().detach(), back.to_local().detach(), x.to_local().detach(), x.grad.full_tensor()
+
+    for full, back, own, gradient in sim.run(body, 4):
+        assert torch.equal(full, DENSE)
+        assert torch.equal(back, own)
+        assert torch.equal(gradient, 2 * DENSE)
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    def body():
+        with pytest.raises(PlacementError, match="add up to 4, and there are 5"):
+            distribute_tensor(DENSE, line(), [RaggedShard(0, (1, 1, 1, 1))])
+        with pytest.raises(PlacementError, match="4 sizes are needed"):
+            distribute_tensor(DENSE, line(), [RaggedShard(0, (4, 1))])
+
+    sim.run(body, 4)
+
+
+def test_parts_of_any_sizes_are_found_by_asking_all_ranks() -> None:
+    sizes = (2, 0, 2, 1)
+
+    def body():
+        mesh = line()
+        local = DENSE.split(sizes)[mesh.get_local_rank()]
+        for given in ({}, {"shape": (5, 4)}, {"shape": (5, 4), "stride": (4, 1)}):
+            x = DTensor.from_local(local, mesh, [Shard(0)], run_check=True, **given)
+            assert x.placements == (RaggedShard(0, sizes),)
+            assert torch.equal(x.full_tensor(), DENSE)
+        if mesh.get_local_rank() == 1:
+            with pytest.raises(PlacementError, match="run_check=True"):
+                DTensor.from_local(local, mesh, [RaggedShard(0, (2, 1, 1, 1))])
+        return DTensor.from_local(local, mesh, [RaggedShard(0, sizes)]).sum().item()
+
+    assert sim.run(body, 4) == [DENSE.sum().item()] * 4
+
+
+def test_parts_that_follow_the_rule_stay_plain_shards() -> None:
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2))
+        local = DENSE.chunk(2)[mesh.get_local_rank(0)].t().contiguous().t()
+        x = DTensor.from_local(local, mesh, [Shard(0), Partial()], run_check=True)
+        return x.placements, tuple(x.shape), x.stride()
+
+    assert sim.run(body, 4) == [((Shard(0), Partial()), (5, 4), (1, 5))] * 4
+
+
+@pytest.mark.parametrize(
+    ("odd", "what"),
+    [
+        (torch.ones(2, 3), "dim 1 has the size 3 on rank 2, and 4 on rank 0"),
+        (torch.ones(2, 4, dtype=torch.float64), "rank 2 has another dtype than rank 0"),
+        (torch.ones(2), r"rank 2 has the shape \[2\] than rank 0"),
+    ],
+)
+def test_the_rank_that_differs_is_named(odd, what) -> None:
+    def body():
+        mesh = line()
+        local = odd if mesh.get_local_rank() == 2 else torch.ones(2, 4)
+        with pytest.raises(PlacementError, match=what):
+            DTensor.from_local(local, mesh, [Shard(0)], run_check=True)
+
+    sim.run(body, 4)
+
+
+def test_reshape_moves_where_view_refuses_and_explicit_forbids_it() -> None:
+    def body():
+        x = distribute_tensor(DENSE, line(), [Shard(1)])
+        with pytest.raises(ViewError, match=r"axis x cuts dim 1 into \(1, 1, 1, 1\)") as refused:
+            x.view(4, 5)
+        assert refused.value.placements == (Replicate(),)
+        with explicit(), pytest.raises(RedistributeError, match="DTensor.reshape would redistribute by itself"):
+            x.reshape(4, 5)
+        with explicit():
+            flat = x.flatten()
+            with explicit(False):
+                assert torch.equal(x.reshape([4, -1]).full_tensor(), DENSE.view(4, 5))
+        return flat.unflatten(0, (5, 4)).placements
+
+    assert sim.run(body, 4) == [(Shard(1),)] * 4
+
+
+def test_explicit_allows_what_sends_nothing_unless_strict() -> None:
+    def body():
+        x, whole = (distribute_tensor(DENSE, line(), [placement]) for placement in (Shard(0), Replicate()))
+        with explicit():
+            x + whole
+            with pytest.raises(RedistributeError, match=r"aten.softmax|aten._softmax.*sending \d+ bytes"):
+                x.softmax(0)
+        with explicit(strict=True), pytest.raises(RedistributeError, match="sending 0 bytes"):
+            x + whole
+        return x.softmax(0).full_tensor()
+
+    torch.testing.assert_close(sim.run(body, 4), [DENSE.softmax(0)] * 4)
+
+
+VIEWS = {
+    "slice": lambda x: x[1:3],
+    "entry": lambda x: x[3],
+    "element": lambda x: x[3][1],
+    "steps": lambda x: x[::2],
+    "row": lambda x: x.unbind()[2],
+    "piece": lambda x: x.split(2)[1],
+    "flat": lambda x: x.view(-1),
+    "diagonal": lambda x: x.diagonal(),
+    "spread": lambda x: x[2:3].expand(3, 4),
+    "reshape": lambda x: x.reshape(4, 5),
+    "windows": lambda x: x.unfold(1, 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), RaggedShard(0, (1, 0, 3, 1))], ids=str)
+def test_gradients_of_views_are_those_of_the_whole(name, placement) -> None:
+    dense = DENSE.clone().requires_grad_()
+    VIEWS[name](dense).square().sum().backward()
+
+    def body():
+        x = distribute_tensor(DENSE, line(), [placement]).requires_grad_()
+        VIEWS[name](x).square().sum().backward()
+        return x.grad.full_tensor()
+
+    torch.testing.assert_close(sim.run(body, 4), [dense.grad] * 4)
+
+
+def test_a_written_slice_of_a_tensor_with_a_history_passes_the_gradient() -> None:
+    dense = DENSE.clone().requires_grad_()
+
+    def scaled(x):
+        y = x * 2
+        y[:2].mul_(3)
+        y[3] = 0
+        return y
+
+    scaled(dense).square().sum().backward()
+
+    def body():
+        x = distribute_tensor(DENSE, line(), [Shard(0)]).requires_grad_()
+        scaled(x).square().sum().backward()
+        return x.grad.full_tensor()
+
+    torch.testing.assert_close(sim.run(body, 4), [dense.grad] * 4)
+
+
+def heads(x):
+    batch, length, width = x.shape
+    split = x.view(batch, length, 4, width // 4).transpose(1, 2)
+    return (split * split).transpose(1, 2).reshape(batch, length, width)
+
+
+def patches(x):
+    batch, length, width = x.shape
+    return x.view(batch, length // 2, 2, width // 2, 2).permute(0, 1, 3, 2, 4).reshape(batch, -1, 4) * 2
+
+
+def experts(x):
+    return x.flatten(0, 1).unflatten(0, (4, -1)).transpose(0, 1).transpose(0, 1).reshape(x.shape) * 2
+
+
+def linear(x):
+    weight = torch.ones(3, x.shape[-1])
+    if isinstance(x, DTensor):
+        weight = distribute_tensor(weight, x.device_mesh, [Replicate(), Replicate()])
+    return torch.nn.functional.linear(x, weight)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(("model", "dim"), [(heads, 2), (heads, 1), (patches, 1), (experts, 1), (linear, 1)])
+def test_models_reshape_without_communication(mode, model, dim) -> None:
+    dense = torch.randn(4, 8, 8)
+    expected = model(dense)
+
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        x = distribute_tensor(dense, mesh, [Shard(0), Shard(dim)]).requires_grad_()
+        sent = []
+        with mode(), wire.observing(lambda seen: sent.append(seen.op)):
+            y = model(x)
+            if y.requires_grad:
+                y.backward(torch.ones_like(y))
+        return sent, y.detach().full_tensor()
+
+    for sent, full in sim.run(body, 4):
+        assert sent == []
+        torch.testing.assert_close(full, expected)

@@ -1,0 +1,170 @@
+"""Views of distributed tensors: the numbers of torch on the whole, no communication, and no refusal without need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from math import prod
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from redistribute.layouts import coordinates, spec_of
+from shardwise import (
+    DTensor,
+    Owned,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+    ViewError,
+    init_device_mesh,
+)
+from shardwise.mesh.world import dry_world, use_world
+from shardwise.sharding.spec import Spec
+
+View = tuple[str, Callable[[torch.Tensor], torch.Tensor]]
+
+
+def named(text: str) -> View:
+    return text, eval(f"lambda x: {text}", {"torch": torch})
+
+
+def factors(size: int, count: int) -> Iterator[tuple[int, ...]]:
+    if count == 1:
+        yield (size,)
+        return
+    for first in range(1, size + 1):
+        if size % first == 0:
+            yield from ((first, *rest) for rest in factors(size // first, count - 1))
+
+
+@st.composite
+def a_view(draw: st.DrawFn, shape: tuple[int, ...]) -> View:
+    """A view of a tensor of this shape."""
+    ndim = len(shape)
+    dim = draw(st.integers(0, ndim - 1)) if ndim else 0
+    size = shape[dim] if ndim else 1
+    kinds = ["view", "unsqueeze"] + ["slice", "permute", "expand", "squeeze"] * bool(ndim)
+    kinds += ["select", "split", "unfold"] * bool(ndim and size) + ["diagonal"] * (ndim > 1)
+    match draw(st.sampled_from(kinds)):
+        case "view" if prod(shape):
+            count = draw(st.integers(1, 4))
+            return named(f"x.view({list(draw(st.sampled_from(list(factors(prod(shape), count)))))})")
+        case "slice":
+            start, step = draw(st.integers(0, size)), draw(st.sampled_from([1, 1, 2, 3]))
+            return named(f"torch.ops.aten.slice.Tensor(x, {dim}, {start}, {draw(st.integers(start, size))}, {step})")
+        case "select":
+            return named(f"x.select({dim}, {draw(st.integers(0, size - 1))})")
+        case "split":
+            length = draw(st.integers(1, size))
+            return named(f"x.split({length}, {dim})[{draw(st.integers(0, -(-size // length) - 1))}]")
+        case "unfold":
+            length = draw(st.integers(1, size))
+            return named(f"x.unfold({dim}, {length}, {draw(st.integers(1, 3))})")
+        case "permute":
+            return named(f"x.permute({draw(st.permutations(range(ndim)))})")
+        case "expand":
+            return named(f"x.expand({[2, *(3 if size == 1 else -1 for size in shape)]})")
+        case "squeeze":
+            return named(f"x.squeeze({dim})")
+        case "diagonal":
+            one, other = draw(st.permutations(range(ndim)))[:2]
+            return named(f"x.diagonal({draw(st.integers(-1, 2))}, {one}, {other})")
+    return named(f"x.unsqueeze({draw(st.integers(0, ndim))})")
+
+
+def cuts(dim: int, size: int, parts: int) -> list:
+    pieces = [list(reversed(range(size + 1)))[:4]] * (parts - 1)
+    ragged = [RaggedShard(dim, (*sizes, size - sum(sizes))) for sizes in product(*pieces) if sum(sizes) <= size]
+    return [Shard(dim), *(StridedShard(dim, n) for n in range(2, size + 1) if size % n == 0), *ragged[:12]]
+
+
+@st.composite
+def a_spec(draw: st.DrawFn) -> Spec:
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    mesh_shape = draw(st.sampled_from([(2,), (3,), (4,), (2, 2), (2, 3), (1, 2)]))
+    with use_world(dry_world(0, prod(mesh_shape))):
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp")[: len(mesh_shape)])
+    placements = []
+    for parts in mesh_shape:
+        dim = draw(st.integers(0, len(shape) - 1))
+        placements.append(draw(st.sampled_from([Replicate(), *[Shard(dim)] * 3, *cuts(dim, shape[dim], parts)])))
+    return spec_of(mesh, placements, shape)
+
+
+def part_of(spec: Spec, whole: torch.Tensor, coordinate: tuple[int, ...]) -> torch.Tensor | None:
+    """What the rank there holds of the whole; None where it does not count."""
+    owned = [own for own in zip(spec.placements, coordinate, strict=True) if isinstance(own[0], Owned)]
+    return None if any(own.index != index for own, index in owned) else spec.take(whole, coordinate)
+
+
+def seen_from(spec: Spec, whole: torch.Tensor, views: list[Callable[[torch.Tensor], torch.Tensor]]) -> list[DTensor]:
+    """The view as each rank has it, in worlds where nobody talks to anybody."""
+    found = []
+    for rank, coordinate in enumerate(coordinates(spec.mesh.shape)):
+        with use_world(dry_world(rank, prod(spec.mesh.shape))):
+            x = DTensor._wrap(spec.take(whole, coordinate).clone(), spec)
+            for view in views:
+                x = view(x)
+        found.append(x)
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(a_spec(), st.data())
+def test_chains_of_views_are_those_of_the_whole_or_refused_by_need(spec: Spec, data: st.DataObject) -> None:
+    whole = torch.arange(prod(spec.shape)).view(spec.shape)
+    spec = Spec(spec.mesh, spec.placements, type(spec.meta).of(whole))
+    dense, views, before = whole, [], spec
+    for _ in range(data.draw(st.integers(1, 3))):
+        text, view = data.draw(a_view(tuple(dense.shape)))
+        try:
+            after = view(dense)
+        except RuntimeError:  # torch has no such view
+            return
+        try:
+            found = seen_from(spec, whole, [*views, view])
+        except ViewError:
+            pieces = named(text.rpartition("[")[0])[1](dense) if ".split(" in text else [after]
+            assert not all(describable(before, dense, piece) for piece in pieces), (before, text)
+            return
+        views, dense, before = [*views, view], after, found[0]._spec
+        for x, coordinate in zip(found, coordinates(spec.mesh.shape), strict=True):
+            assert x._spec is before
+            assert tuple(x.to_local().shape) == before.local_shape(coordinate)
+            expected = part_of(before, dense, coordinate)
+            assert expected is None or torch.equal(x.to_local(), expected), (before, text, coordinate)
+
+
+def describable(spec: Spec, before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether any placements lay the elements of ``after`` where ``spec`` has them: by trying all."""
+    if not after.ndim or len(before.unique()) != before.numel():
+        return False
+    held = [set(spec.take(before, coordinate).flatten().tolist()) for coordinate in coordinates(spec.mesh.shape)]
+    choices = [
+        [own] if isinstance(own, Replicate) else [cut for dim, size in enumerate(after.shape) for cut in cuts(dim, size, n)]
+        for own, n in zip(spec.placements, spec.mesh.shape, strict=True)
+    ]
+    wanted = [{at for at, element in enumerate(after.flatten().tolist()) if element in part} for part in held]
+    positions = torch.arange(after.numel()).view(after.shape)
+    for placements in product(*choices):
+        other = spec_of(spec.mesh, placements, tuple(after.shape))
+        parts = (set(other.take(positions, place).flatten().tolist()) for place in coordinates(spec.mesh.shape))
+        if all(part == want for part, want in zip(parts, wanted, strict=True)):
+            return not uneven_steps(spec, before, after)
+    return False
+
+
+def uneven_steps(spec: Spec, before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether some rank would have to skip over memory by steps that differ: then it has no such view of its own."""
+    for coordinate in coordinates(spec.mesh.shape):
+        local = spec.take(before, coordinate)
+        kept = torch.isin(local, after.flatten())
+        for dim in range(local.ndim):
+            others = [at for at in range(local.ndim) if at != dim]
+            places = (kept.any(others) if others else kept).nonzero().flatten()
+            if len(set((places[1:] - places[:-1]).tolist())) > 1:
+                return True
+    return False
