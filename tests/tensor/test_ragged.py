@@ -91,7 +91,9 @@ FUNCTIONS = {
 def test_functions_of_ragged_shards_are_those_of_the_whole(name, other) -> None:
     weight = torch.linspace(-1, 1, 20).view(5, 4)
     expected = FUNCTIONS[name](DENSE, weight)
-    for found in sim.run(lambda: FUNCTIONS[name](ragged(), distribute_tensor(weight, line(), [other])).full_tensor(), 4):
+    for found in sim.run(
+        lambda: FUNCTIONS[name](ragged(), distribute_tensor(weight, line(), [other])).full_tensor(), 4
+    ):
         torch.testing.assert_close(found, expected)
 
 
@@ -263,7 +265,7 @@ def experts(x):
 def linear(x):
     weight = torch.ones(3, x.shape[-1])
     if isinstance(x, DTensor):
-        weight = distribute_tensor(weight, x.device_mesh, [Replicate(), Replicate()])
+        weight = distribute_tensor(weight, x.device_mesh, [Replicate(), Replicate()], src_data_rank=None)
     return torch.nn.functional.linear(x, weight)
 
 

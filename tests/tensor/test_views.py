@@ -144,7 +144,9 @@ def describable(spec: Spec, before: torch.Tensor, after: torch.Tensor) -> bool:
         return False
     held = [set(spec.take(before, coordinate).flatten().tolist()) for coordinate in coordinates(spec.mesh.shape)]
     choices = [
-        [own] if isinstance(own, Replicate) else [cut for dim, size in enumerate(after.shape) for cut in cuts(dim, size, n)]
+        [own]
+        if isinstance(own, Replicate)
+        else [cut for dim, size in enumerate(after.shape) for cut in cuts(dim, size, n)]
         for own, n in zip(spec.placements, spec.mesh.shape, strict=True)
     ]
     wanted = [{at for at, element in enumerate(after.flatten().tolist()) if element in part} for part in held]

@@ -34,7 +34,9 @@ def between(start: Spec, goal: Spec, cost: Cost) -> tuple[Step, ...]:
 def _slices(start: Spec, goal: Spec) -> Step | None:
     """What can be sliced at once: cuts of dims that no other change concerns and no later axis cuts."""
     changed = _changed(start, goal)
-    sliced = [axis for axis in changed if start.placements[axis].is_replicate() and isinstance(goal.placements[axis], Cut)]
+    sliced = [
+        axis for axis in changed if start.placements[axis].is_replicate() and isinstance(goal.placements[axis], Cut)
+    ]
     moved = {dim for axis in changed if axis not in sliced for dim in _dims(start, goal, axis)}
     for axis in reversed(sliced):
         (dim,) = _dims(start, goal, axis)

@@ -112,8 +112,8 @@ def _rows(flat: Intervals, row: int) -> Iterator[tuple[int, int, Intervals]]:
         first, last = -(-start // row), stop // row
         if first < last:
             runs.append((first, last))
-        for low, high in ((start, min(stop, first * row)), (max(start, last * row), stop)) if first <= last else (
-            (start, stop),
+        for low, high in (
+            ((start, min(stop, first * row)), (max(start, last * row), stop)) if first <= last else ((start, stop),)
         ):
             if low < high:
                 pieces.setdefault(low // row, []).append((low % row, low % row + high - low))

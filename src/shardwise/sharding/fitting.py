@@ -130,8 +130,7 @@ def _is_within(part: Box | None, region: Box | None) -> bool:
     if region is None:
         return False
     return all(
-        own == around or length(intersect(own, around)) == length(own)
-        for own, around in zip(part, region, strict=True)
+        own == around or length(intersect(own, around)) == length(own) for own, around in zip(part, region, strict=True)
     )
 
 

@@ -129,9 +129,7 @@ def _along(
     size = position if asked is None else asked
     given = tuple(placements[axis] for axis in axes)
     line = Spec(mesh, tuple(_moved(own, dim) for own in placements), TensorMeta.contiguous((size,), torch.uint8))
-    follows = all(
-        line.local_shape(coordinate) == (part.shape[dim],) for coordinate, part in parts.items()
-    )
+    follows = all(line.local_shape(coordinate) == (part.shape[dim],) for coordinate, part in parts.items())
     if follows or position != size:
         if not follows:
             raise _not_parts(mesh, placements, f"the parts of dim {dim} are {list(sizes.values())}, of {size} in all")

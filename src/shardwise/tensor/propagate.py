@@ -174,9 +174,7 @@ def _prefers_image(asked: Asked, traits: Signature) -> bool:
     return not traits.viewed and spec is not None and any(isinstance(own, RaggedShard) for own in spec.placements)
 
 
-def _relabelled(
-    asked: Asked, traits: Signature, call: Call, image_of: Callable[..., Image | None]
-) -> OpPlan | None:
+def _relabelled(asked: Asked, traits: Signature, call: Call, image_of: Callable[..., Image | None]) -> OpPlan | None:
     """The plan in which every element stays where it is; None if there is none, and the operator may move them."""
     image, spec = image_of(*call.args), asked.specs[0]
     if image is None or spec is None:
@@ -199,7 +197,9 @@ def _no_view(asked: Asked, spec: Spec, other: Spec | None) -> ViewError:
         axis for axis in range(spec.mesh.ndim) if other is None or other.placements[axis] is not spec.placements[axis]
     ]
     cuts = [(axis, own) for axis in changed if isinstance(own := spec.placements[axis], Cut)]
-    sizes = "; ".join(f"axis {spec.mesh.axis_names[axis]} cuts dim {own.dim} into {_sizes(spec, axis)}" for axis, own in cuts)
+    sizes = "; ".join(
+        f"axis {spec.mesh.axis_names[axis]} cuts dim {own.dim} into {_sizes(spec, axis)}" for axis, own in cuts
+    )
     advice = "" if other is None else f".redistribute(placements={list(other.placements)}), which is {other}"
     refused = ViewError(
         message(
