@@ -19,6 +19,7 @@ from shardwise import (
     RuleError,
     Shard,
     ViewError,
+    WorldError,
     current_world,
     distribute_tensor,
     implicit_replication,
@@ -354,3 +355,11 @@ def test_inference_mode_takes_composite_operators_apart() -> None:
 
     for full in sim.run(body, 2):
         torch.testing.assert_close(full, F.linear(x, w))
+
+
+def test_a_tensor_of_a_run_that_has_ended_is_refused() -> None:
+    x = sim.run(lambda: distribute_tensor(torch.ones(4), line(), [Shard(0)]), 2)[0]
+    with pytest.raises(WorldError, match="larger than the world"):
+        x.sum()
+    with pytest.raises(WorldError, match=r"no ranks \[1\] here"):
+        x.full_tensor()

@@ -172,6 +172,15 @@ class World:
         return Made(*self._make_group(ranks))
 
     def _check_member(self, ranks: tuple[int, ...]) -> None:
+        if max(ranks) >= self.size:
+            raise WorldError(
+                message(
+                    f"there are no ranks {[rank for rank in ranks if rank >= self.size]} here",
+                    asked=f"a collective over ranks {list(ranks)}",
+                    got=repr(self),
+                    do="use the mesh in the world that it was made for, such as the simulated run; return plain tensors",
+                )
+            )
         if self.rank not in ranks:
             raise NotInMeshError(
                 message(

@@ -52,6 +52,7 @@ def run(local: Tensor, src: Spec, steps: tuple[Step, ...]) -> Tensor:
     if coordinate is not None:
         for stage in _stages(src, steps):
             local = finish(_start(stage, local, coordinate))
+        local = src.meta.lay_out(local)
     return local
 
 

@@ -75,11 +75,36 @@ class TensorMeta:
         return TensorMeta(tuple(shape), tuple(reversed(stride)), dtype)
 
     @derived
+    def row_major(self) -> bool:
+        """Whether a tensor like this is contiguous."""
+        return _same_strides(self.shape, self.stride, TensorMeta.contiguous(self.shape, self.dtype).stride)
+
+    def lay_out(self, part: torch.Tensor) -> torch.Tensor:
+        """``part`` with its dims in memory in the order of the whole's: itself if it lies so, else a dense copy.
+
+        Operators look at strides: a part must not tell them otherwise than the whole.
+        """
+        if self.row_major:
+            return part.contiguous()
+        wanted, step = [0] * part.ndim, 1
+        for dim in sorted(range(part.ndim), key=lambda dim: (self.stride[dim], -dim)):
+            wanted[dim] = step
+            step *= max(part.shape[dim], 1)
+        if _same_strides(tuple(part.shape), part.stride(), tuple(wanted)) or 0 in self.stride:
+            return part
+        return torch.empty_strided(part.shape, wanted, dtype=part.dtype, device=part.device).copy_(part)
+
+    @derived
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
     def __repr__(self) -> str:
         return f"{dtype_name(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+def _same_strides(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    alike = all(size == 1 or here == there for size, here, there in zip(shape, one, other, strict=True))
+    return alike or 0 in shape
 
 
 @value

@@ -96,7 +96,10 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Any:
         with torch.inference_mode(False):  # a view of a normal tensor is one, whatever the mode
             return _run(kind, op, args, kwargs, ready, local_args, local_kwargs)
     if ready.wraps is not None:
-        return kind._wrap(ready.local(*local_args, *ready.tail, **local_kwargs), ready.wraps)
+        result = ready.local(*local_args, *ready.tail, **local_kwargs)
+        if ready.row_major is not None and result.is_contiguous() is not ready.row_major:
+            result = ready.wraps.meta.lay_out(result)
+        return kind._wrap(result, ready.wraps)
     return _run(kind, op, args, kwargs, ready, local_args, local_kwargs)
 
 
@@ -225,13 +228,18 @@ def wrapped(kind: Any, ready: Ready, result: Any, args: Args, kwargs: Kwargs) ->
         return targets[0] if returns == "tensor" else tuple(targets)
     if ready.measured is not None:
         return _measured(kind, ready.measured, result)
-    if returns == "tensor":
-        return kind._wrap(result, ready.outputs[0])
     if returns == "other":
         return result
     made = []
-    for part, spec in zip(result, ready.outputs, strict=True):
-        made.append(kind._wrap(part, spec) if spec is not None and part is not None else part)
+    for part, spec in zip([result] if returns == "tensor" else result, ready.outputs, strict=True):
+        if spec is None or part is None:
+            made.append(part)
+        else:
+            if not ready.views and part.is_contiguous() is not spec.meta.row_major:
+                part = spec.meta.lay_out(part)
+            made.append(kind._wrap(part, spec))
+    if returns == "tensor":
+        return made[0]
     return made if returns == "list" else tuple(made)
 
 

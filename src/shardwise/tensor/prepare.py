@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import InplaceError, MixedTensorError, PlacementError, message
+from shardwise.errors import InplaceError, MixedTensorError, PlacementError, WorldError, message
 from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import current_world
 from shardwise.redistribute.steps import Step
@@ -34,7 +34,8 @@ class Ready:
     """An `OpPlan` beside where its operands stand among the arguments: a place is (position or name, item or -1).
 
     ``wraps`` is the spec of the result where that is one tensor, nothing moves and nothing is written: the quick way,
-    with ``tail`` after the arguments.
+    with ``tail`` after the arguments. ``row_major`` says whether that result is contiguous; None for a view, which lies
+    as what it is a view of.
     Where ``measured`` is a mesh, the results are whole on it, of whatever shape they come. A plan that does not last is
     made anew for each call.
     ``expand`` and ``each`` stand in place of all the rest: the operator in terms of others, or entry by entry.
@@ -54,6 +55,7 @@ class Ready:
     relabels: bool = False
     lasts: bool = True
     tail: tuple[Any, ...] = ()
+    row_major: bool | None = None
     views: bool = False
 
 
@@ -130,6 +132,7 @@ def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, a
         wraps=wraps,
         relabels=traits.relabels,
         tail=tail,
+        row_major=None if wraps is None or traits.is_view else wraps.meta.row_major,
         views=traits.is_view,
     )
 
@@ -194,6 +197,14 @@ def ask(kind: Any, op: Op, args: Args, kwargs: Kwargs, places: Sequence[Place]) 
     if len(meshes) != 1:
         raise _cross_mesh(op, distributed)
     mesh = meshes.pop()
+    if mesh.size() > current_world().size:
+        raise WorldError(
+            message(
+                f"{op}: the mesh of the DTensor is larger than the world",
+                got=f"{mesh} in {current_world()}",
+                do="use it in the world that it was made for; out of a simulated run, return plain tensors",
+            )
+        )
     trusted = _trusted(op)
     specs = tuple(
         _spec_of(operand, kind, mesh, op, bool(trusted) and _name(place, op) in trusted)
