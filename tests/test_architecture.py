@@ -47,6 +47,7 @@ LAYERS = [
     ["rules.rule"],
     ["rules.empty"],
     ["rules.parts"],
+    ["rules.halo"],
     [
         "rules.pointwise",
         "rules.algebra",
@@ -56,7 +57,6 @@ LAYERS = [
         "rules.indexing",
         "rules.nn",
         "rules.norms",
-        "rules.halo",
         "rules.attention",
         "rules.losses",
         "rules.linalg",

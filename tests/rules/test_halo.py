@@ -37,7 +37,8 @@ def compared(world: int, shape: tuple[int, ...], placements, size, kernel, optio
 
     def body() -> list[str]:
         mesh = init_device_mesh("cpu", shape)
-        own = [distribute_tensor(item, mesh, place).requires_grad_() for item, place in zip((x, w, b), placements)]
+        given = zip((x, w, b), placements, strict=True)
+        own = [distribute_tensor(item, mesh, place).requires_grad_() for item, place in given]
         sent: list[str] = []
         with wire.observing(lambda transmission: sent.append(transmission.op)):
             found = run(*own, **options)

@@ -82,7 +82,6 @@ CALLS = [
     (aten._safe_softmax.default, (X, 1)),
     (aten.glu.default, (X, 1)),
     (aten.glu_backward.default, (X[:, :2], X, 1)),
-    (aten.native_dropout.default, (X, 0.5, True)),
     (aten.native_dropout_backward.default, (X, X > 0, 2.0)),
     (aten.avg_pool2d.default, (IMAGE, *POOL)),
     (aten.max_pool2d_with_indices.default, (IMAGE, *POOL)),
@@ -99,7 +98,14 @@ def test_each_claim_gives_the_answer_of_one_rank(op, args) -> None:
     assert problems(op, args, {}, sizes=(2, 3, 4, 7)) == []
 
 
-def test_draws_for_channels_are_cut_with_the_channels() -> None:
+def test_channels_are_cut_and_what_is_drawn_for_them_is_whole() -> None:
     args = (IMAGE[0], [2, 2], [3, 3], torch.rand(1, 4, 2))
-    assert {"S(0) S(1) -> S(0) S(0)"} <= claims(aten.fractional_max_pool2d.default, *args)
+    assert {"S(0) R -> S(0) S(0)"} <= claims(aten.fractional_max_pool2d.default, *args)
     assert problems(aten.fractional_max_pool2d.default, args, {}, sizes=(2, 3, 7)) == []
+
+
+def test_each_of_three_factors_may_be_cut() -> None:
+    args = (torch.randn(5, 3), torch.randn(6, 3, 4), torch.randn(5, 4), [1, 3], [0], [1, 2], [2, 3])
+    found = claims(aten._trilinear.default, *args)
+    assert {"S(0) R S(0) -> S(0)", "R S(0) R -> S(1)", "S(1) S(1) R -> P(sum)", "P(sum) R R -> P(sum)"} <= found
+    assert problems(aten._trilinear.default, args, {}, sizes=(2, 3, 7)) == []

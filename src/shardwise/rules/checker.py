@@ -147,8 +147,9 @@ def check_trial(made: Trial, strategy: Strategy, parts: int) -> str | None:
         items = [share[index] for share in shares if share is not None]
         try:
             with use_world(dry_world(index, parts)):
-                placing = _placing(made, strategy, parts, index)
-                local = made.op if runs.local is None else runs.local(made.call, placing)
+                local: Callable[..., object] = made.op
+                if runs.local is not None:
+                    local = runs.local(made.call, _placing(made, strategy, parts, index))
                 run = called(made.op) if local is made.op else local
                 found.append(list(flatten(run(*_with(made.args, items, made.op)))))
         except Exception as error:
