@@ -51,7 +51,7 @@ def extreme(x: torch.Tensor, dims: Sequence[int], kind: str) -> tuple[torch.Tens
     values = settled(over(local, reduce, _worst(dtype, kind), kind))
     reached = (local == local_of(values)) | (local != local)  # what is not a number wins
     missed = math.prod(spec.shape)
-    places = over(torch.where(reached, _flat(spec, dims, local), missed), torch.amin, missed, "min")
+    places = settled(over(torch.where(reached, _flat(spec, dims, local), missed), torch.amin, missed, "min"))
     return values.to(x.dtype), places
 
 
