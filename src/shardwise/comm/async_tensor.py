@@ -16,6 +16,7 @@ from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 
@@ -171,6 +172,8 @@ class AsyncCollectiveTensor(Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The bytes."""
+        if self._arrival is None or TracingContext.try_get() is not None:
+            return super().untyped_storage()  # a compiler that looks at its inputs; the graph is to wait
         return self.trigger_wait().untyped_storage()
 
     def apply_(self, function: Callable[..., object]) -> AsyncCollectiveTensor:

@@ -45,6 +45,10 @@ class Verb:
     def adjoint(self) -> Verb:
         raise NotImplementedError
 
+    def exported(self, x: Tensor) -> Tensor:
+        """The result, out of operators whose gradients torch knows: an export drops those of autograd functions."""
+        return self.lay(wire.wait(self.send(self.pack(x))))[0]
+
 
 class AllReduce(Verb):
     """Sum or average; its own adjoint."""
@@ -61,6 +65,9 @@ class AllReduce(Verb):
 
     def adjoint(self) -> Verb:
         return self
+
+    def exported(self, x: Tensor) -> Tensor:
+        return _averaged(wire.wait(wire.all_reduce(x, "sum", self.group, axis=self.axis)), self)
 
 
 class Gather(Verb):
@@ -82,15 +89,24 @@ class Gather(Verb):
         return wire.all_gather_coalesced(packed, self.group, axis=self.axis)
 
     def lay(self, sent: Tensor) -> tuple[Tensor, Unpack]:
-        size, dim = self.group.size, self.dim
-        if dim == 0 or size == 1:
+        parts, shape = self._parts(sent)
+        if parts is sent:
             return sent, None
-        parts = sent.view(size, sent.shape[0] // size, *sent.shape[1:]).movedim(0, dim)
-        shape = (*parts.shape[:dim], size * parts.shape[dim + 1], *parts.shape[dim + 2 :])
-        if prod(shape[:dim]) == 1:
+        if prod(shape[: self.dim]) == 1:
             return parts.view(shape), None
         whole = sent.new_empty(shape)
         return whole, partial(whole.view(parts.shape).copy_, parts)
+
+    def _parts(self, sent: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        size, dim = self.group.size, self.dim
+        if dim == 0 or size == 1:
+            return sent, tuple(sent.shape)
+        parts = sent.view(size, sent.shape[0] // size, *sent.shape[1:]).movedim(0, dim)
+        return parts, (*parts.shape[:dim], size * parts.shape[dim + 1], *parts.shape[dim + 2 :])
+
+    def exported(self, x: Tensor) -> Tensor:
+        parts, shape = self._parts(wire.wait(self.send(x)))
+        return parts.reshape(shape)
 
     def adjoint(self) -> Verb:
         return ReduceScatter(self.place, "avg" if self.averaged else "sum", self.dim)
@@ -119,6 +135,14 @@ class ReduceScatter(Verb):
 
     def adjoint(self) -> Verb:
         return Gather(self.place, self.dim, self.op == "avg")
+
+    def exported(self, x: Tensor) -> Tensor:
+        total = wire.wait(wire.reduce_scatter(self.pack(x), "sum", self.group, axis=self.axis))
+        return _averaged(self.lay(total)[0], self)
+
+
+def _averaged(total: Tensor, verb: AllReduce | ReduceScatter) -> Tensor:
+    return total / verb.group.size if verb.op == "avg" else total
 
 
 class Exchange(Verb):
@@ -150,6 +174,10 @@ class Broadcast(Verb):
     def adjoint(self) -> Verb:
         return _Collect(self.place, self.source)
 
+    def exported(self, x: Tensor) -> Tensor:
+        mine = x if self.group.index == self.source else x.masked_fill(torch.ones_like(x).bool(), 0)
+        return wire.wait(wire.all_reduce(mine, "sum", self.group, axis=self.axis))
+
 
 class _Collect(Broadcast):
     """The sum of all ranks' tensors at one rank, zeros at the others."""
@@ -172,6 +200,9 @@ class SumForward(Verb):
     def adjoint(self) -> Verb:
         return SumBackward(self.place)
 
+    def exported(self, x: Tensor) -> Tensor:
+        return wire.wait(self.send(x.detach())) + (x - x.detach())
+
 
 class SumBackward(Verb):
     """The input itself; its gradient is summed."""
@@ -183,6 +214,10 @@ class SumBackward(Verb):
 
     def adjoint(self) -> Verb:
         return SumForward(self.place)
+
+    def exported(self, x: Tensor) -> Tensor:
+        total = wire.wait(wire.all_reduce(x, "sum", self.group, axis=self.axis))
+        return x.detach() + (total - total.detach())
 
 
 class _Collective(torch.autograd.Function):
@@ -208,7 +243,10 @@ class _Collectives(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
         wanted = [(verb.adjoint(), one) for verb, one, need in zip(ctx.verbs, gradients, needed, strict=True) if need]
-        found = iter(_Collectives.apply([verb for verb, _ in wanted], False, *(one for _, one in wanted)))  # type: ignore[no-untyped-call]
+        verbs, given = [verb for verb, _ in wanted], [one for _, one in wanted]
+        # A compiled backward has no second order, and torch.compile mistakes the arguments of a nested function.
+        start = _start_all if torch.compiler.is_compiling() else _apply_all
+        found = iter(start(verbs, given, False))
         return None, None, *(next(found) if need else None for need in needed)
 
 
@@ -216,8 +254,14 @@ def carry_all(verbs: Sequence[Verb], xs: Sequence[Tensor]) -> list[Tensor]:
     """`carry` verbs of one kind on several tensors, sending together all that have one dtype."""
     xs = [x.wait() if isinstance(x, AsyncCollectiveTensor) else x for x in xs]
     if any(map(differentiated, xs)):
-        return list(_Collectives.apply(verbs, not _traced(), *xs))  # type: ignore[no-untyped-call]
+        if torch.compiler.is_exporting():
+            return [verb.exported(x) for verb, x in zip(verbs, xs, strict=True)]
+        return _apply_all(verbs, xs, not _traced())
     return _start_all(verbs, xs, not _traced())
+
+
+def _apply_all(verbs: Sequence[Verb], xs: Sequence[Tensor], pending: bool) -> list[Tensor]:
+    return list(_Collectives.apply(verbs, pending, *xs))  # type: ignore[no-untyped-call]
 
 
 def _start_all(verbs: Sequence[Verb], xs: Sequence[Tensor], pending: bool) -> list[Tensor]:
@@ -235,6 +279,8 @@ def carry(verb: Verb, x: Tensor) -> Tensor:
     if isinstance(x, AsyncCollectiveTensor):
         x = x.wait()
     if differentiated(x):
+        if torch.compiler.is_exporting():
+            return verb.exported(x)
         return cast(Tensor, _Collective.apply(x, verb, not _traced()))  # type: ignore[no-untyped-call]
     return _start(verb, x, not _traced())
 

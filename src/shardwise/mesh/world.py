@@ -105,6 +105,8 @@ class World:
         ``family`` tells which groups the other ranks make meanwhile, for backends that must know.
         """
         key = (tuple(ranks), backend if self._make_special or backend is SILENT else None)
+        if is_dynamo_compiling():
+            return _group_of_traced(self, *key)
         found = self._groups.get(key)
         return self._enter(*key, family) if found is None else found
 
@@ -233,7 +235,13 @@ def _make_process_world() -> None:
         _find_process_world()
 
 
-_make_process_world._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run by torch.compile, not traced
+def _group_of_traced(world: World, ranks: Members, backend: Backend | None) -> Group:
+    return world.group(ranks, backend)
+
+
+# torch.compile runs these instead of tracing them
+_make_process_world._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_group_of_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _find_process_world() -> World:
