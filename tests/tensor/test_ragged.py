@@ -210,7 +210,7 @@ VIEWS = {
     "diagonal": lambda x: x.diagonal(),
     "spread": lambda x: x[2:3].expand(3, 4),
     "reshape": lambda x: x.reshape(4, 5),
-    "windows": lambda x: x.unfold(1, 2, 1),
+    "windows": lambda x: x.unfold(1, 1, 2),
 }
 
 
