@@ -110,7 +110,11 @@ def _most(before: Sequence[Held | None], after: Sequence[Held | None]) -> tuple[
     """The most that a member sends and that one receives, where every element wanted is wanted by equally many."""
     have, want = ([held for held in side if held is not None] for side in (before, after))
     if None in before or None in after:  # a tensor without dims, which lies on one rank
-        return (1, 1) if any(held is None and wanted is not None for held, wanted in zip(before, after, strict=True)) else (0, 0)
+        return (
+            (1, 1)
+            if any(held is None and wanted is not None for held, wanted in zip(before, after, strict=True))
+            else (0, 0)
+        )
     kept = [volume(common(*pair)) for pair in zip(have, want, strict=True)]
     received = max(volume(wanted) - own for wanted, own in zip(want, kept, strict=True))
     anywhere = tuple([_union(dim) for dim in zip(*want, strict=True)])
