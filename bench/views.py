@@ -1,6 +1,6 @@
 """Warm views of distributed tensors beside PyTorch's own, in one process: microseconds a call, and the ratio.
 
-    python bench/views.py [--calls 2000]
+python bench/views.py [--calls 2000]
 """
 
 from __future__ import annotations
