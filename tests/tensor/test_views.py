@@ -11,16 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redistribute.layouts import coordinates, spec_of
-from shardwise import (
-    DTensor,
-    Owned,
-    RaggedShard,
-    Replicate,
-    Shard,
-    StridedShard,
-    ViewError,
-    init_device_mesh,
-)
+from shardwise import DTensor, Owned, RaggedShard, Replicate, Shard, StridedShard, ViewError, init_device_mesh
 from shardwise.mesh.world import dry_world, use_world
 from shardwise.sharding.spec import Spec
 

@@ -106,8 +106,15 @@ def _traffic(grid: Grid) -> tuple[int, int]:
     return max(sent for sent, _ in found), max(received for _, received in found)
 
 
-def _most(have: tuple[Held, ...], want: tuple[Held, ...]) -> tuple[int, int]:
+def _most(before: Sequence[Held | None], after: Sequence[Held | None]) -> tuple[int, int]:
     """The most that a member sends and that one receives, where every element wanted is wanted by equally many."""
+    have, want = ([held for held in side if held is not None] for side in (before, after))
+    if None in before or None in after:  # a tensor without dims, which lies on one rank
+        return (
+            (1, 1)
+            if any(held is None and wanted is not None for held, wanted in zip(before, after, strict=True))
+            else (0, 0)
+        )
     kept = [volume(common(*pair)) for pair in zip(have, want, strict=True)]
     received = max(volume(wanted) - own for wanted, own in zip(want, kept, strict=True))
     anywhere = tuple([_union(dim) for dim in zip(*want, strict=True)])
@@ -199,9 +206,9 @@ def layouts(grid: Grid) -> tuple[tuple[Held | None, ...], tuple[Held | None, ...
 
 def _spread(
     sizes: Sizes, parts: Sizes, placements: Sequence[Placement], fixed: Sequence[int | None] | None = None
-) -> tuple[Held, ...]:
-    """What each rank holds, row-major."""
-    spread: list[Held] = [tuple([((0, size),) for size in sizes])]
+) -> tuple[Held | None, ...]:
+    """What each rank holds, row-major; None where a tensor that lies on one rank does not."""
+    spread: list[Held | None] = [tuple([((0, size),) for size in sizes])]
     for placement, count, place in zip(placements, parts, fixed or (None,) * len(parts), strict=True):
         indices = range(count) if place is None else (place,)
         spread = [_part(held, placement, count, index) for held in spread for index in indices]

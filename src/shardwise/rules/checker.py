@@ -126,7 +126,7 @@ def _tried(made: Trial, parts: int) -> Iterator[Strategy]:
     for strategy, takes_any_cut in _claims(made, parts):
         yield strategy
         if takes_any_cut:
-            cut = StridedShard(0, 2) if parts == 2 else RaggedShard(0, (2, 0, *[1] * (parts - 2)))
+            cut = StridedShard(0, 2) if parts == 2 else RaggedShard(0, (2, *[1] * (parts - 1)))
             yield Strategy(_cut_like(cut, strategy.inputs), _cut_like(cut, strategy.outputs))
 
 

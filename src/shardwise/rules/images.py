@@ -28,7 +28,7 @@ class Image:
     ``touched``  the dims whose cuts the image must follow; cuts of the others pass as they are
     ``kept``     for each output, the dim that each other dim becomes
     ``boxes``    where a part that holds something lies in each output (None: nothing); None if it is no box
-    ``run``      the results on a rank that holds the part, given the local tensor, the part and the parts of the results
+    ``run``      the results on a rank that holds the part, given the local tensor, the part and those of the results
     ``exact``    whether every element of the outputs comes from the operand; where not, the others are zeros
     """
 
@@ -44,7 +44,8 @@ class Image:
 
 def regrouping(before: Sizes, after: Sizes, groups: Sequence[tuple[Sizes, Sizes]]) -> Image:
     """The image of a view, whose shapes fall into ``groups`` of dims that hold the same elements."""
-    touched, kept = set(), {}
+    touched: set[int] = set()
+    kept: dict[int, int] = {}
     here = there = 0
     for own, others in groups:
         if tuple(own) == tuple(others) and len(own) == 1:

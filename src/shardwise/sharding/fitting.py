@@ -30,7 +30,7 @@ def fit(
 ) -> tuple[Placement, ...] | None:
     """One placement for each of ``axes`` (ranks on each) such that the rank at each coordinate holds its part.
 
-    If ``exact``, it holds nothing else; otherwise it may hold more. None if there are no such placements. Among several,
+    If ``exact``, it holds nothing else; else it may hold more. None if there are no such placements. Among several,
     `Shard` comes before `RaggedShard`, and that before `StridedShard`, whose split factors divide the dim or are among
     ``factors``; and of the dims those first in ``dims``.
 

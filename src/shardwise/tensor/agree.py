@@ -145,7 +145,7 @@ def _moved(own: Placement, dim: int) -> Placement:
 
 
 def dense(sizes: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor of these sizes, whose dims lie in memory in the order in which those of ``like`` do."""
+    """The strides of a dense tensor of these sizes, its dims in memory in the order of the strides ``like``."""
     steps, step = [0] * len(sizes), 1
     for dim in sorted(range(len(sizes)), key=lambda dim: (like[dim], -dim)):
         steps[dim] = step

@@ -177,7 +177,7 @@ class DTensor(torch.Tensor):
         applied = _Redistribute.apply(source, goal, async_op, backward_dtype or self.dtype)  # type: ignore[no-untyped-call]
         return cast(DTensor, applied)
 
-    def reshape(self, *shape: Any) -> DTensor:  # type: ignore[override]
+    def reshape(self, *shape: Any) -> DTensor:
         """The same elements in another shape: a view where that is exact, else after the cheapest redistribution.
 
         Unlike ``view`` it may communicate, which `explicit` forbids; ``torch.reshape`` is as strict as ``view``.
@@ -185,11 +185,11 @@ class DTensor(torch.Tensor):
         sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         return self._by_the_cheapest_road("reshape", torch.Tensor.reshape, tuple(sizes))
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DTensor:  # type: ignore[override]
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DTensor:
         """The dims from ``start_dim`` to ``end_dim`` as one; like `reshape` it may redistribute first."""
         return self._by_the_cheapest_road("flatten", torch.Tensor.flatten, start_dim, end_dim)
 
-    def unflatten(self, dim: int, sizes: Sequence[int]) -> DTensor:  # type: ignore[override]
+    def unflatten(self, dim: int, sizes: Sequence[int | torch.SymInt]) -> DTensor:
         """``dim`` as several dims of these ``sizes``; like `reshape` it may redistribute first."""
         return self._by_the_cheapest_road("unflatten", torch.Tensor.unflatten, dim, tuple(sizes))
 

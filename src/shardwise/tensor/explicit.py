@@ -32,7 +32,7 @@ def explicit(enable: bool = True, *, strict: bool = False) -> Iterator[None]:
     ...         except shardwise.RedistributeError as error:
     ...             return str(error).splitlines()[0]
     >>> shardwise.sim.run(body, 2)[0]
-    'aten._softmax.default would redistribute by itself, sending 32 bytes'
+    'aten._softmax.default would redistribute by itself, sending 16 bytes'
     """
     memory = current_world().memory
     before = memory.get("explicit")
