@@ -7,7 +7,7 @@ rank counts), a 1-D `DeviceMesh`, or ``(mesh, axis)`` with the axis by index or 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ def place_of(group: GroupLike) -> Place:
     if isinstance(group, DeviceMesh):
         return _axis(group, 0) if group.ndim == 1 else _ambiguous(group)
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
-        return _axis(group[0], cast("int | str", group[1]))
+        return _axis(group[0], group[1])
     return Place(_of_traced(current_world(), group) if is_dynamo_compiling() else _group(group), "")
 
 

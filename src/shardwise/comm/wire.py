@@ -105,7 +105,8 @@ def all_reduce(x: Tensor, reduce_op: str, group: Group, *, axis: str = "") -> Te
         return x
     if _observers:
         _tell("all_reduce", [x], group, axis, reduce_op, 2 * (group.size - 1) * x.nbytes // group.size)
-    return _call(_native.all_reduce.default, _plain(x), reduce_op, group.name)
+    reduced: Tensor = _call(_native.all_reduce.default, _plain(x), reduce_op, group.name)
+    return reduced
 
 
 def all_reduce_coalesced(xs: Sequence[Tensor], reduce_op: str, group: Group, *, axis: str = "") -> list[Tensor]:
@@ -147,7 +148,8 @@ def reduce_scatter(x: Tensor, reduce_op: str, group: Group, *, axis: str = "") -
         return x
     if _observers:
         _tell("reduce_scatter", [x], group, axis, reduce_op, (group.size - 1) * x.nbytes // group.size)
-    return _call(_native.reduce_scatter_tensor.default, _plain(x), reduce_op, group.size, group.name)
+    part: Tensor = _call(_native.reduce_scatter_tensor.default, _plain(x), reduce_op, group.size, group.name)
+    return part
 
 
 def reduce_scatter_coalesced(xs: Sequence[Tensor], reduce_op: str, group: Group, *, axis: str = "") -> list[Tensor]:
@@ -186,7 +188,8 @@ def broadcast(x: Tensor, source: int, group: Group, *, axis: str = "") -> Tensor
 
 def wait(x: Tensor) -> Tensor:
     """Wait until ``x``, the result of a verb, has arrived, and return it; nothing happens if it already has."""
-    return _call(_native.wait_tensor.default, x)
+    arrived: Tensor = _call(_native.wait_tensor.default, x)
+    return arrived
 
 
 def _call(native: OpOverload[..., T], *args: object) -> T:

@@ -180,7 +180,7 @@ class World:
                     f"there are no ranks {[rank for rank in ranks if rank >= self.size]} here",
                     asked=f"a collective over ranks {list(ranks)}",
                     got=repr(self),
-                    do="use the mesh in the world that it was made for, such as the simulated run; return plain tensors",
+                    do="use it in the world that it was made for; out of a simulated run, return plain tensors",
                 )
             )
         if self.rank not in ranks:
