@@ -7,7 +7,7 @@ rank counts), a 1-D `DeviceMesh`, or ``(mesh, axis)`` with the axis by index or 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
