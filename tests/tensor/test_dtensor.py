@@ -16,6 +16,7 @@ from shardwise import (
     PlacementError,
     RedistributeError,
     Replicate,
+    RuleError,
     Shard,
     StridedShard,
     distribute_tensor,
@@ -220,3 +221,17 @@ def test_a_rank_outside_the_mesh_takes_no_part() -> None:
         return (x + 1).to_local().tolist(), x.sum().to_local().numel()
 
     assert sim.run(body, 3)[:2] == [([1.0, 2.0], 1), ([3.0, 4.0], 1)]
+
+
+def test_data_is_set_to_what_lies_alike_and_to_nothing_else() -> None:
+    def body():
+        mesh = init_device_mesh("cpu", (2,))
+        x = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+        x.data = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        with pytest.raises(PlacementError, match="lies like it"):
+            x.data = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+        with pytest.raises(RuleError, match="apply_"):
+            x.apply_(lambda element: element)
+        return x.full_tensor().tolist(), x.data.requires_grad
+
+    assert sim.run(body, 2) == [([0.0, 1.0, 2.0, 3.0], False)] * 2

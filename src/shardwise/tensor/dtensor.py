@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from shardwise.errors import RedistributeError, ViewError, message
+from shardwise.errors import PlacementError, RedistributeError, RuleError, ViewError, message
 from shardwise.mesh.mesh import DeviceMesh, current_mesh
 from shardwise.mesh.world import current_world
 from shardwise.redistribute import execute
@@ -212,6 +212,32 @@ class DTensor(torch.Tensor):
     def _cast(self, dtype: torch.dtype) -> DTensor:
         return self if self.dtype == dtype else cast(DTensor, self.to(dtype))
 
+    @property
+    def data(self) -> DTensor:
+        """The same tensor without its history; to set it takes a DTensor of the same mesh, placements and meta."""
+        return cast(DTensor, self.detach())
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if not isinstance(other, DTensor) or other._spec is not self._spec:
+            got = other._spec if isinstance(other, DTensor) else TensorMeta.of(other)
+            raise PlacementError(
+                message(
+                    "the data of a DTensor can only be set to a tensor that lies like it",
+                    asked=f"{self._spec}.data = {got}",
+                    do="use .copy_(other), or make a new parameter of it",
+                )
+            )
+        self._local_tensor = other._local_tensor
+
+    def apply_(self, *args: Any) -> DTensor:
+        """Refused: a Python function of each element would see a part only by accident."""
+        raise _element_by_element("apply_", self._spec)
+
+    def map_(self, *args: Any) -> DTensor:
+        """Refused, like `apply_`."""
+        raise _element_by_element("map_", self._spec)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         places = ", ".join(str(placement) for placement in self._spec.placements)
         return (
@@ -253,6 +279,10 @@ class DTensor(torch.Tensor):
 
     def __format__(self, format_spec: str) -> str:
         return format(self.item(), format_spec) if self.ndim == 0 and format_spec else repr(self)
+
+
+def _element_by_element(name: str, spec: Spec) -> RuleError:
+    return RuleError(message(f"{name} has no sharding rule", asked=f"{spec}.{name}(...)", do="use tensor operators"))
 
 
 def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, attributes: dict[str, Any]) -> DTensor:
