@@ -55,6 +55,7 @@ def trial(op: torch._ops.OpOverload, args: Args, kwargs: Kwargs, rule: Rule | No
     metas: list[object] = [
         TensorMeta.of(item) if isinstance(item, torch.Tensor) else item for item in operands(filled, op)
     ]
+    results = results if op._schema.returns else ()
     outputs = [None if result is None else TensorMeta.of(result) for result in results]
     return Trial(op, filled, make_call(op, _with(filled, metas, op), {}, outputs), results, rule)
 

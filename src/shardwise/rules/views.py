@@ -133,6 +133,10 @@ def dtype_image(x: TensorMeta, dtype: torch.dtype) -> Image | None:
 def as_strided(x: TensorMeta, size: Sizes, stride: Sizes, storage_offset: int | None = None) -> str:
     if _is_unchanged(x, size, stride, storage_offset):
         return "same(...) -> ..."
+    if not storage_offset and _order(x, size, stride) is not None:
+        return permute(x, _order(x, size, stride) or [])
+    if not storage_offset and _is_view(x, size, stride):
+        return view(x, size)
     reach = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) + (storage_offset or 0)
     if reach > prod(x.shape) or x != TensorMeta.contiguous(x.shape, x.dtype):
         raise _as_strided_error(x, size, stride, storage_offset)
@@ -150,6 +154,26 @@ def _as_strided_error(x: TensorMeta, size: Sizes, stride: Sizes, offset: int | N
     )
 
 
+def as_strided_image(x: TensorMeta, size: Sizes, stride: Sizes, storage_offset: int | None = None) -> Image | None:
+    return view_image(x, size) if not storage_offset and _is_view(x, size, stride) else None
+
+
+def _order(x: TensorMeta, size: Sizes, stride: Sizes) -> list[int] | None:
+    """The order of dims of which ``size`` and ``stride`` are those of ``x``; None if there is none."""
+    own = list(zip(x.shape, x.stride, strict=True))
+    if sorted(own) != sorted(zip(size, stride, strict=True)) or len(set(own)) != len(own):
+        return None
+    return [own.index(pair) for pair in zip(size, stride, strict=True)]
+
+
+def _is_view(x: TensorMeta, size: Sizes, stride: Sizes) -> bool:
+    """Whether the memory of ``x`` is taken as it lies, under another shape."""
+    packed = TensorMeta.contiguous(size, x.dtype)
+    return (
+        prod(size) == prod(x.shape) and packed.stride == tuple(stride) and x is TensorMeta.contiguous(x.shape, x.dtype)
+    )
+
+
 def _is_unchanged(x: TensorMeta, size: Sizes, stride: Sizes, storage_offset: int | None) -> bool:
     return tuple(size) == x.shape and tuple(stride) == x.stride and not storage_offset
 
@@ -158,6 +182,14 @@ def _as_strided_local(call: Call, placing: Placing) -> Run:
     x, size, stride, offset = call.args[:4]
     if _is_unchanged(x, size, stride, offset):
         return lambda local, *_: call.op(local, local.shape, local.stride())
+
+    order = None if offset else _order(x, size, stride)
+    keep = aten.alias.default if call.op is aten.as_strided.default else aten.clone.default
+    if order is not None:
+        return lambda local, *_: keep(local.permute(order))
+    if not offset and _is_view(x, size, stride):
+        shape = placing.output_shape()
+        return lambda local, *_: keep(local.view(shape))
 
     def run(local: torch.Tensor, *_: object) -> object:
         # An offset counts from the start of the memory, which a part of another tensor does not show.
@@ -261,7 +293,7 @@ RULES = {
     "_unsafe_view": Rule(view, local=_view_local, image=view_image),
     "_reshape_alias": Rule(view, local=_view_local, image=view_image),
     "_reshape_copy": Rule(view, local=_view_local, image=view_image),
-    "as_strided": Rule(as_strided, local=_as_strided_local),
+    "as_strided": Rule(as_strided, local=_as_strided_local, image=as_strided_image),
     "as_strided_copy": Rule(as_strided, local=_as_strided_local),
     "transpose": transpose,
     "transpose_copy": transpose,
