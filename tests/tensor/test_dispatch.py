@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise import (
     DTensor,
+    InplaceError,
     MixedTensorError,
     Partial,
     PlacementError,
