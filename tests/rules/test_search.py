@@ -60,7 +60,7 @@ SEARCHES = {
 }
 
 
-@pytest.mark.parametrize(("what", "given"), itertools.product(SEARCHES, GIVEN))
+@pytest.mark.parametrize(("what", "given"), list(itertools.product(SEARCHES, GIVEN)))
 def test_a_search_finds_what_one_rank_finds(what: str, given: str) -> None:
     agrees(SEARCHES[what], GIVEN[given])
 
@@ -74,7 +74,7 @@ SCANS = {
 }
 
 
-@pytest.mark.parametrize(("what", "given"), itertools.product(SCANS, GIVEN))
+@pytest.mark.parametrize(("what", "given"), list(itertools.product(SCANS, GIVEN)))
 def test_a_scan_takes_up_what_came_before(what: str, given: str) -> None:
     agrees(SCANS[what], GIVEN[given])
 

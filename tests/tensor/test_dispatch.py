@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise import (
     DTensor,
+    InplaceError,
     MixedTensorError,
     Partial,
     PlacementError,
@@ -153,6 +154,22 @@ def test_writing_over_a_pending_tensor_reduces_it_and_leaves_it_pending() -> Non
     for kept, placements, total in sim.run(body, 2):
         assert (kept, placements) == (True, (Partial(),))
         assert total == pytest.approx(math.exp(6))
+
+
+@torch.library.custom_op("shardwise_tests::reverse_rows", mutates_args=("x",))
+def reverse_rows(x: torch.Tensor) -> None:
+    x.copy_(x.flip(0))
+
+
+def test_an_in_place_operator_that_would_move_its_target_is_refused_unchanged() -> None:
+    def body():
+        x = distribute_tensor(torch.arange(4.0), line(), [Shard(0)])
+        before = x.to_local().clone()
+        with replicate_unknown(), pytest.raises(InplaceError, match=r"reverse_rows.*\n.*asked .*f32\[4@x\]"):
+            reverse_rows(x)
+        assert torch.equal(x.to_local(), before)
+
+    sim.run(body, 2)
 
 
 def test_out_operators_fill_the_given_tensor() -> None:

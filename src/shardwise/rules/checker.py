@@ -50,6 +50,7 @@ def trial(op: torch._ops.OpOverload, args: Args, kwargs: Kwargs, rule: Rule | No
     )
     try:
         results = tuple(flatten(called(op)(*_with(filled, [_copy(item) for item in operands(filled, op)], op))))
+        results = results if op._schema.returns else ()
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
         return None
     metas: list[object] = [

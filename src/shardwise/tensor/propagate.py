@@ -158,11 +158,12 @@ def _unknown(asked: Asked) -> OpPlan:
                 do="shardwise.register_rule(...) for it, or run it under shardwise.replicate_unknown()",
             )
         )
+    made = replace(_measured(asked), lasts=False)
     warned = memory.setdefault("replicated unknown", set())
     if asked.op not in warned:
         warned.add(asked.op)
         warnings.warn(f"{asked.op} has no sharding rule: it runs on whole tensors, on every rank", stacklevel=2)
-    return replace(_measured(asked), lasts=False)
+    return made
 
 
 Chosen = tuple[str, Strategy]
