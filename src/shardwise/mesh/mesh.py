@@ -93,7 +93,7 @@ class DeviceMesh(Axes):
         self,
         device_type: str,
         mesh: Ranks,
-        *,
+        *fields: object,
         mesh_dim_names: Sequence[str] | None = None,
         backend_override: Override | None = None,
         eager: bool = False,
@@ -101,13 +101,16 @@ class DeviceMesh(Axes):
         timeout: float | None = None,
     ) -> None:
         check_device_type(device_type)
+        if fields:  # those of a mesh that there is, as values are made again; torch.compile does so
+            mesh_dim_names, *rest = fields
+            mesh = cast(Ranks, _Cut(cast(Layout, mesh), *rest))
         cut = mesh if isinstance(mesh, _Cut) else _Cut(*read_ranks(mesh), None, None, fresh=True)
         layout, rank_map, backends, root, fresh = cut
         names = read_names(mesh_dim_names, layout.shape)
         if backend_override:
             backends = read_backends(backend_override, names, len(layout.axes))
-        fields = (device_type, layout, names, rank_map, backends, root)
-        for name, content in zip(self.__match_args__, fields, strict=True):
+        contents = (device_type, layout, names, rank_map, backends, root)
+        for name, content in zip(self.__match_args__, contents, strict=True):
             object.__setattr__(self, name, content)
         self.shape, self.ndim, self._axes, self.axis_names  # noqa: B018  torch.compile can read what is derived, not derive it
         if fresh:
@@ -519,6 +522,12 @@ class DeviceMesh(Axes):
                 do="ask only where mesh.get_coordinate() is not None",
             )
         )
+
+    def __fx_create_arg__(self, tracer: torch.fx.Tracer) -> torch.fx.Node:
+        def mesh() -> DeviceMesh:
+            return self
+
+        return tracer.create_node("call_function", mesh, (), {})
 
     def __reduce__(self) -> tuple[object, ...]:
         cut = _Cut(self.layout, self.rank_map, self.backends, self.root)

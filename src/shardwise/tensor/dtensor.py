@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from shardwise.errors import PlacementError, RedistributeError, RuleError, ViewError, message
 from shardwise.mesh.mesh import DeviceMesh, current_mesh
@@ -102,6 +103,11 @@ class DTensor(torch.Tensor):
         themselves with pending ones replicated. Raises `PlacementError` if the placements do not fit, or, with
         ``run_check``, naming the rank that differs.
         """
+        if is_dynamo_compiling():
+            sizes = {"shape": shape, "stride": stride}
+            return _from_local_in_graph(
+                local_tensor, mesh_or_current(device_mesh), run_check, sizes, placements, grad_placements
+            )
         mesh = mesh_or_current(device_mesh)
         if isinstance(local_tensor, DTensor):
             raise RedistributeError(
@@ -392,3 +398,37 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, gradient: DTensor) -> Any:
         back = gradient._cast(ctx.dtype).redistribute(ctx.mesh, ctx.back)
         return back._cast(ctx.source_dtype), None, None, None
+
+
+def _from_local_in_graph(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    run_check: bool,
+    sizes: dict[str, Any],
+    placements: Placements | None,
+    grad_placements: Placements | None,
+) -> DTensor:
+    """Let torch.compile put the call in the graph as it is: it cannot trace how a DTensor is made."""
+    key = _keep_call(mesh, run_check, sizes, _spelled(placements), _spelled(grad_placements))
+    return cast(DTensor, getattr(mesh, key)(local))
+
+
+def _spelled(placements: Placements | None) -> list[tuple[Any, ...]] | None:
+    # A placement that is made while torch.compile traces is only known by its fields.
+    if placements is None:
+        return None
+    return [(type(one), *[getattr(one, name) for name in one.__match_args__]) for one in placements]
+
+
+def _keep_call(mesh: DeviceMesh, run_check: bool, sizes: dict[str, Any], *spelled: Any) -> str:
+    own, back = (each and [kind(*fields) for kind, *fields in each] for each in spelled)
+
+    def from_local(local: torch.Tensor) -> DTensor:
+        return DTensor.from_local(local, mesh, own, run_check=run_check, grad_placements=back, **sizes)
+
+    key = f"traced from_local {own} {back} {sizes} {run_check}"
+    mesh.__dict__.setdefault(key, torch.compiler.allow_in_graph(from_local))  # an attribute, which a guard can name
+    return key
+
+
+_keep_call._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run while torch.compile traces
