@@ -58,7 +58,7 @@ def test_nothing_is_run_and_nothing_is_sent() -> None:
 @pytest.mark.world(4)
 def test_a_refusal_is_raised() -> None:
     with pytest.raises(shardwise.ViewError, match="tp"):
-        explanation(torch.Tensor.view, part(3, 4, dp=Replicate(), tp=Shard(0)), 12)
+        explanation(torch.Tensor.view, part(5, 4, dp=Replicate(), tp=Shard(1)), 4, 5)
 
 
 def test_the_first_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -102,8 +102,8 @@ class DeviceMesh(Axes):
     ) -> None:
         check_device_type(device_type)
         if fields:  # those of a mesh that there is, as values are made again; torch.compile does so
-            mesh_dim_names, *rest = fields
-            mesh = cast(Ranks, _Cut(cast(Layout, mesh), *rest))
+            names, *rest = cast("tuple[Any, ...]", fields)
+            mesh_dim_names, mesh = names, cast(Ranks, _Cut(cast(Layout, mesh), *rest))
         cut = mesh if isinstance(mesh, _Cut) else _Cut(*read_ranks(mesh), None, None, fresh=True)
         layout, rank_map, backends, root, fresh = cut
         names = read_names(mesh_dim_names, layout.shape)

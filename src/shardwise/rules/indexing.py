@@ -373,6 +373,7 @@ def _embedding_local(call: Call, placing: Placing) -> Run:
         return call.op
 
     def run(weight: torch.Tensor, indices: torch.Tensor, *_: object) -> torch.Tensor:
+        _check_rows(indices, size)
         rows = _local_rows(indices, held, -1)
         if weight.shape[0] == 0:
             return weight.new_zeros((*indices.shape, weight.shape[1]))
@@ -380,6 +381,12 @@ def _embedding_local(call: Call, placing: Placing) -> Run:
         return found.masked_fill((rows < 0).unsqueeze(-1), 0)
 
     return run
+
+
+def _check_rows(indices: torch.Tensor, size: int) -> None:
+    # On an accelerator to look would mean to wait; the kernels of CPUs look as well.
+    if indices.device.type == "cpu" and indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < size:
+        raise IndexError(f"index out of range: indices from {int(indices.min())} to {int(indices.max())}, {size} rows")
 
 
 def embedding_backward(

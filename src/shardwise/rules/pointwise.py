@@ -80,8 +80,12 @@ def divided(_x: object, _other: object, rounding_mode: str | None = None) -> str
     return "... / ... -> ..." if rounding_mode is None else "f(..., ...) -> ..."
 
 
+def quotient(_x: object, other: TensorMeta | Number) -> str:
+    return "f(..., ...) -> ..." if isinstance(other, Number) and other == 0 else "... / ... -> ..."
+
+
 def divided_by_number(x: TensorMeta, number: Number, rounding_mode: str | None = None) -> str:
-    return str(scaled()(x, number)) if rounding_mode is None else "f(...) -> ..."
+    return str(scaled()(x, number)) if rounding_mode is None and number != 0 else "f(...) -> ..."
 
 
 def cast(x: TensorMeta, dtype: torch.dtype | None = None, *_rest: object) -> str:
@@ -167,8 +171,8 @@ RULES: dict[str, str | Meaning | Rule] = {
     "mul.Tensor": "... * ... -> ...",
     "mul.Scalar": scaled(),
     "native_dropout_backward": "... * ... -> ...",
-    "div.Tensor": "... / ... -> ...",
-    "div.Scalar": scaled(),
+    "div.Tensor": Rule(quotient, loose=True),
+    "div.Scalar": divided_by_number,
     "div.Tensor_mode": divided,
     "div.Scalar_mode": divided_by_number,
     "ldexp.Tensor": "... / ... -> ...",

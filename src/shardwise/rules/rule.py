@@ -6,6 +6,7 @@ with the operator's arguments (defaults filled in), `TensorMeta` standing for te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +93,7 @@ class Rule:
                  arguments in schema order: where there is no meaning, or where every strategy would have to communicate
     ``image``    given the arguments, where the elements of any part of operand 0 go: for parts that no equation cuts
     ``out``      how many of the last operands are what the outputs are written to: they lie as the outputs do
+    ``loose``    a meaning that is a function says the same for all floats but 0 and those that are not finite
     ``in_place`` the first output is operand 0 written over: the two lie alike
     ``measured`` what comes out is known only once it is there (how many elements are not zero, say): every operand is
                  whole, and so is every result, whose shape is measured
@@ -112,6 +114,7 @@ class Rule:
     image: Callable[..., Image | None] | None = None
     out: int = 0
     in_place: bool = False
+    loose: bool = False
     measured: bool = False
     apart: bool = False
     plain: tuple[str, ...] = ()
@@ -210,6 +213,8 @@ def _passing(call: Call) -> frozenset[str]:
     Rounding and overflow are not linear: integers do not average, floats do not add up once they are truncated, and
     sums that wrap around at 2^n stay right only while the width stays.
     """
+    if any(isinstance(item, float) and not math.isfinite(item) for item in call.args):
+        return frozenset()  # 0 * inf is not 0
     given = {meta.dtype for place, meta in enumerate(call.operands) if meta is not None and place not in call.fixed}
     given.discard(torch.bool)
     found = {meta.dtype for meta in call.outputs if meta is not None}

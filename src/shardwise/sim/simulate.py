@@ -56,8 +56,8 @@ class Simulation:
     """A run of ``size`` ranks; ``own`` are further things that each rank has its own of, with what it starts from."""
 
     def __init__(self, size: int, own: Sequence[Own] = ()) -> None:
-        if size < 1:
-            raise WorldError(message("no such world", asked=f"a world of {size} ranks", do="at least one rank"))
+        if not isinstance(size, int) or size < 1:
+            raise WorldError(message("no such world", asked=f"a world of {size!r} ranks", do="a whole number from 1"))
         self.size = size
         self.lockstep = Lockstep(size, self._swap)
         self._agreements = Agreements(self.lockstep)

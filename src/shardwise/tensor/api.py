@@ -59,6 +59,7 @@ def distribute_tensor(
                 do="detach it first, or use DTensor.from_local, which is differentiable",
             )
         )
+    tensor = tensor if not (tensor.is_conj() or tensor.is_neg()) else tensor.resolve_conj().resolve_neg()
     spec = Spec(mesh, wanted, TensorMeta.of(tensor))
     check_sizes(spec)
     coordinate = mesh.get_coordinate()

@@ -7,6 +7,7 @@ makes one. So the class and the dispatcher do not import each other.
 from __future__ import annotations
 
 import os
+from math import isfinite
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ def _local(argument: Any, kind: Any, key: list[Any], loose: bool) -> Any:
     if cls in NUMBERS:
         # 1, 1.0 and True are equal as keys, and not the same to an operator
         key.append(cls)
-        if not (loose and cls is float):
+        if not (loose and cls is float and isfinite(argument) and argument):
             key.append(argument)
     elif isinstance(argument, torch.Tensor):
         return _local_of(argument, kind, key)

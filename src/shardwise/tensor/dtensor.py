@@ -121,9 +121,11 @@ class DTensor(torch.Tensor):
             check_sizes(spec)
             agree.check_local_shape(local_tensor, spec)
         back = _gradient_placements(spec) if grad_placements is None else normalize(grad_placements, mesh, spec.ndim)
+        _check_gradient(spec, back)
+        part = spec.meta.lay_out(local_tensor.resolve_conj().resolve_neg())
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
-            return DTensor._wrap(local_tensor.detach() if local_tensor.requires_grad else local_tensor, spec)
-        return cast(DTensor, _FromLocal.apply(local_tensor, spec, back))  # type: ignore[no-untyped-call]
+            return DTensor._wrap(part.detach() if part.requires_grad else part, spec)
+        return cast(DTensor, _FromLocal.apply(part, spec, back))  # type: ignore[no-untyped-call]
 
     def to_local(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """This rank's part, as a plain tensor; differentiable.
@@ -338,6 +340,20 @@ def _arrived(local: torch.Tensor) -> torch.Tensor:
     return local if waiting is None else waiting()
 
 
+def _check_gradient(spec: Spec, back: tuple[Placement, ...]) -> None:
+    coordinate = spec.mesh.get_coordinate()
+    if coordinate is None or back == _gradient_placements(spec):
+        return
+    if spec.with_placements(back).local_shape(coordinate) != spec.local_shape(coordinate):
+        raise PlacementError(
+            message(
+                "the gradient of a part has the shape of the part",
+                asked=f"from_local of parts of {spec} with grad_placements={list(back)}",
+                do="give grad_placements that cut the same dims",
+            )
+        )
+
+
 def _check_pending(source: Spec, target: tuple[Placement, ...]) -> None:
     for axis, (own, wanted) in enumerate(zip(source.placements, target, strict=True)):
         if isinstance(wanted, Partial) and own is not wanted:
@@ -417,7 +433,11 @@ def _spelled(placements: Placements | None) -> list[tuple[Any, ...]] | None:
     # A placement that is made while torch.compile traces is only known by its fields.
     if placements is None:
         return None
-    return [(type(one), *[getattr(one, name) for name in one.__match_args__]) for one in placements]
+    spelled = []
+    for one in placements:
+        names: tuple[str, ...] = one.__match_args__
+        spelled.append((type(one), *[getattr(one, name) for name in names]))
+    return spelled
 
 
 def _keep_call(mesh: DeviceMesh, run_check: bool, sizes: dict[str, Any], *spelled: Any) -> str:

@@ -88,9 +88,11 @@ def prepare(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., 
 
 
 def reads_no_numbers(op: Op) -> bool:
-    """Whether plans for ``op`` are the same for all values of its floats: its meaning is a text and no function."""
+    """Whether plans for ``op`` are the same for all its floats, but 0 and those that are not finite."""
     rule = lookup(foreach_base(op) or op)
-    return rule is not None and isinstance(rule.meaning, str) and rule.local is None and rule.expand is None
+    if rule is None or rule.local is not None or rule.expand is not None:
+        return False
+    return rule.loose or isinstance(rule.meaning, str)
 
 
 def in_schema_order(op: Op, args: Args, kwargs: Kwargs) -> list[Any]:
@@ -353,6 +355,11 @@ def _prepare_foreach(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Calla
         outputs.extend([None] if ready is None else ready.outputs)
         for (where, _), source, steps in () if ready is None else ready.moves:
             position = foreach_position(op, where)
-            moves.append(((position if position < len(args) else traits.names[position], entry), source, steps))
+            stands = position if position < len(args) else traits.names[position]
+            given = args[position] if position < len(args) else kwargs[traits.names[position]]
+            if isinstance(given, (list, tuple)):
+                moves.append(((stands, entry), source, steps))
+            elif entry == 0:  # one for all entries
+                moves.append(((stands, -1), source, steps))
     written = tuple((position, entry) for position in traits.written for entry in range(len(entries)))
     return Ready(direct(op), tuple(moves), tuple(outputs), traits.returns, written)
