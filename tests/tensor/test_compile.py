@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from tests.gloo import run_gloo
 from torch import Tensor
 
 import shardwise
@@ -38,50 +40,61 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_made_and_moved(name: str, backend: str) -> None:
-    call, shape, meaning = PROGRAMS[name]
-    whole = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    want = meaning(whole)
-    want.backward()
-
-    def program() -> list[Tensor]:
-        mesh = shardwise.init_device_mesh("cpu", (2,))
+def made_and_moved(backend: str, names: Sequence[str], whole: dict[str, Tensor]) -> None:
+    mesh = shardwise.init_device_mesh("cpu", (2,))
+    for name in names:
+        call, _, meaning = PROGRAMS[name]
         results = []
         for run in (call, compiled(call, backend)):
-            x = shardwise.distribute_tensor(whole.detach(), mesh, [Shard(0)]).requires_grad_()
+            x = shardwise.distribute_tensor(whole[name], mesh, [Shard(0)]).requires_grad_()
             loss = run(x)
             loss.backward()
-            results += [loss.detach(), x.grad.full_tensor()]
-        return results
-
-    for loss, gradient, traced, back in sim.run(program, 2):
-        torch.testing.assert_close([traced, back], [loss, gradient])
+            results.append([loss.detach(), x.grad.full_tensor()])
+        torch.testing.assert_close(*results)
         if name == "there and back":
-            torch.testing.assert_close([traced, back], [want.detach(), whole.grad])
+            plain = whole[name].clone().requires_grad_()
+            (want := meaning(plain)).backward()
+            torch.testing.assert_close(results[0], [want.detach(), plain.grad])
+
+
+def drawn() -> dict[str, Tensor]:
+    return {name: torch.randn(shape, dtype=torch.float64) for name, (_, shape, _) in PROGRAMS.items()}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_made_and_moved(name: str) -> None:
+    sim.run(made_and_moved, 2, "eager", [name], drawn())
+
+
+def parallel_layers(backend: str) -> None:
+    torch.manual_seed(3)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4))
+    net, mesh, rank = copy.deepcopy(plain), shardwise.init_device_mesh("cpu", (2,)), current_world().rank
+    plan = {
+        "0": parallel.ColwiseParallel(input_layouts=Shard(0)),
+        "2": parallel.RowwiseParallel(output_layouts=Shard(0)),
+    }
+    parallel.parallelize_module(net, mesh, plan)
+    run = compiled(lambda x: net(x), backend)
+    for rows in (8, 12):  # which compiles it anew
+        x = torch.randn(rows, 4)
+        want, out = plain(x), run(x.chunk(2)[rank])
+        torch.testing.assert_close(out, want.chunk(2)[rank])
+        (want**2).sum().backward()
+        (out**2).sum().backward()
+    for got, parameter in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), parameter.grad)
 
 
 def test_parallel_layers() -> None:
-    torch.manual_seed(3)
-    plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4))
-    x = torch.randn(8, 4)
-    want = plain(x)
-    (want**2).sum().backward()
+    sim.run(parallel_layers, 2, "eager")
 
-    def program() -> list[Tensor]:
-        mesh, rank = shardwise.init_device_mesh("cpu", (2,)), current_world().rank
-        net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4))
-        net.load_state_dict(plain.state_dict())
-        plan = {
-            "0": parallel.ColwiseParallel(input_layouts=Shard(0)),
-            "2": parallel.RowwiseParallel(output_layouts=Shard(0)),
-        }
-        run = compiled(parallel.parallelize_module(net, mesh, plan).__call__)
-        out = run(x.chunk(2)[rank])
-        (out**2).sum().backward()
-        torch.testing.assert_close(out, want.chunk(2)[rank])
-        return [parameter.grad.full_tensor() for parameter in net.parameters()]
 
-    for gradients in sim.run(program, 2):
-        torch.testing.assert_close(gradients, [parameter.grad for parameter in plain.parameters()])
+def everything(whole: dict[str, Tensor]) -> None:
+    made_and_moved("aot_eager", list(PROGRAMS), whole)
+    parallel_layers("aot_eager")
+
+
+@pytest.mark.gloo
+def test_on_gloo() -> None:
+    run_gloo(everything, 2, drawn())

@@ -256,8 +256,8 @@ def carry_all(verbs: Sequence[Verb], xs: Sequence[Tensor]) -> list[Tensor]:
     if any(map(differentiated, xs)):
         if torch.compiler.is_exporting():
             return [verb.exported(x) for verb, x in zip(verbs, xs, strict=True)]
-        return _apply_all(verbs, xs, not _traced())
-    return _start_all(verbs, xs, not _traced())
+        return _apply_all(verbs, xs, not wire.is_traced())
+    return _start_all(verbs, xs, not wire.is_traced())
 
 
 def _apply_all(verbs: Sequence[Verb], xs: Sequence[Tensor], pending: bool) -> list[Tensor]:
@@ -281,8 +281,8 @@ def carry(verb: Verb, x: Tensor) -> Tensor:
     if differentiated(x):
         if torch.compiler.is_exporting():
             return verb.exported(x)
-        return cast(Tensor, _Collective.apply(x, verb, not _traced()))  # type: ignore[no-untyped-call]
-    return _start(verb, x, not _traced())
+        return cast(Tensor, _Collective.apply(x, verb, not wire.is_traced()))  # type: ignore[no-untyped-call]
+    return _start(verb, x, not wire.is_traced())
 
 
 def _start(verb: Verb, x: Tensor, pending: bool) -> Tensor:
@@ -314,16 +314,6 @@ def _kept(packed: Tensor, x: Tensor) -> Tensor:
 def differentiated(x: Tensor) -> bool:
     """Whether autograd records what is done with ``x``."""
     return x.requires_grad and torch.is_grad_enabled()
-
-
-_MODES = torch._C._TorchDispatchModeKey
-
-
-def _traced() -> bool:
-    if torch.compiler.is_compiling():
-        return True
-    get = torch._C._get_dispatch_mode
-    return any(get(mode) is not None for mode in (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL))
 
 
 def split_rows(x: Tensor, dim: int, size: int) -> Tensor:

@@ -25,8 +25,8 @@ from shardwise.mesh.world import Group, World, current_world
 
 __all__ = [
     "Observer", "Transmission", "all_gather", "all_gather_coalesced", "all_reduce", "all_reduce_coalesced",
-    "all_to_all", "broadcast", "observing", "reduce_scatter", "reduce_scatter_coalesced", "unpacking", "user_frame",
-    "user_line", "wait", "watch",
+    "all_to_all", "broadcast", "is_traced", "observing", "reduce_scatter", "reduce_scatter_coalesced", "unpacking",
+    "user_frame", "user_line", "wait", "watch",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -208,6 +208,17 @@ def unpacking(result: Tensor, sent: Tensor, unpack: Callable[[], object]) -> Non
         return True
 
     _register_work(result, PythonCallbackWork(arrive))
+
+
+_MODES = torch._C._TorchDispatchModeKey
+
+
+def is_traced() -> bool:
+    """Whether a graph is being traced in this thread: then nothing may be left to wait for."""
+    if torch.compiler.is_compiling():
+        return True
+    get = torch._C._get_dispatch_mode
+    return any(get(mode) is not None for mode in (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL))
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -58,6 +58,8 @@ def run(local: Tensor, src: Spec, steps: tuple[Step, ...]) -> Tensor:
 
 def run_async(local: Tensor, src: Spec, steps: tuple[Step, ...]) -> Tensor:
     """Like `run`, but the last collective may still be on the wire: then an `AsyncCollectiveTensor` is returned."""
+    if wire.is_traced():
+        return run(local, src, steps)
     coordinate = src.mesh.get_coordinate() if steps else None
     if coordinate is None:
         return local

@@ -104,10 +104,8 @@ class DTensor(torch.Tensor):
         ``run_check``, naming the rank that differs.
         """
         if is_dynamo_compiling():
-            sizes = {"shape": shape, "stride": stride}
-            return _from_local_in_graph(
-                local_tensor, mesh_or_current(device_mesh), run_check, sizes, placements, grad_placements
-            )
+            mesh = mesh_or_current(device_mesh)
+            return _from_local_in_graph(local_tensor, mesh, run_check, (shape, stride), placements, grad_placements)
         mesh = mesh_or_current(device_mesh)
         if isinstance(local_tensor, DTensor):
             raise RedistributeError(
@@ -312,7 +310,7 @@ def _gradient_placements(spec: Spec) -> tuple[Placement, ...]:
 
 
 def _global_meta(
-    local: torch.Tensor,
+    local: torch.Tensor | TensorMeta,
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     shape: Sequence[int] | None,
@@ -322,7 +320,7 @@ def _global_meta(
         return TensorMeta(tuple(shape), tuple(stride), local.dtype)
     if shape is not None:
         return TensorMeta.contiguous(tuple(shape), local.dtype)
-    own = TensorMeta.of(local)
+    own = local if isinstance(local, TensorMeta) else TensorMeta.of(local)
     sizes, strides = list(own.shape), list(own.stride)
     ragged = {cut.dim: sum(cut.sizes) for cut in placements if isinstance(cut, RaggedShard)}
     if ragged:
@@ -420,13 +418,14 @@ def _from_local_in_graph(
     local: torch.Tensor,
     mesh: DeviceMesh,
     run_check: bool,
-    sizes: dict[str, Any],
+    sizes: tuple[Sequence[int] | None, Sequence[int] | None],
     placements: Placements | None,
     grad_placements: Placements | None,
 ) -> DTensor:
     """Let torch.compile put the call in the graph as it is: it cannot trace how a DTensor is made."""
-    key = _keep_call(mesh, run_check, sizes, _spelled(placements), _spelled(grad_placements))
-    return cast(DTensor, getattr(mesh, key)(local))
+    counts = [None if each is None else len(each) for each in sizes]
+    key = _keep_call(mesh, run_check, *counts, _spelled(placements), _spelled(grad_placements))
+    return cast(DTensor, getattr(mesh, key)(local, *[size for each in sizes if each is not None for size in each]))
 
 
 def _spelled(placements: Placements | None) -> list[tuple[Any, ...]] | None:
@@ -436,17 +435,38 @@ def _spelled(placements: Placements | None) -> list[tuple[Any, ...]] | None:
     spelled = []
     for one in placements:
         names: tuple[str, ...] = one.__match_args__
-        spelled.append((type(one), *[getattr(one, name) for name in names]))
+        spelled.append((type(one), *[_fixed(getattr(one, name)) for name in names]))
     return spelled
 
 
-def _keep_call(mesh: DeviceMesh, run_check: bool, sizes: dict[str, Any], *spelled: Any) -> str:
-    own, back = (each and [kind(*fields) for kind, *fields in each] for each in spelled)
+def _fixed(field: Any) -> Any:
+    # torch.compile may take a number for a variable, except in a range.
+    if isinstance(field, tuple):
+        return tuple([_fixed(one) for one in field])
+    return range(field) if isinstance(field, int) else field
 
-    def from_local(local: torch.Tensor) -> DTensor:
-        return DTensor.from_local(local, mesh, own, run_check=run_check, grad_placements=back, **sizes)
 
-    key = f"traced from_local {own} {back} {sizes} {run_check}"
+def _read(field: Any) -> Any:
+    if isinstance(field, tuple):
+        return tuple(map(_read, field))
+    return field.stop if isinstance(field, range) else field
+
+
+def _keep_call(mesh: DeviceMesh, run_check: bool, shape: int | None, stride: int | None, *spelled: Any) -> str:
+    own, back = (each and [kind(*map(_read, fields)) for kind, *fields in each] for each in spelled)
+
+    def from_local(local: torch.Tensor, *sizes: int) -> DTensor:
+        # what a DTensor knows of sizes are numbers: a region that takes it is compiled anew for others
+        size, step, asked = (tuple(map(int, each)) for each in (local.shape, local.stride(), sizes))
+        asked_shape = None if shape is None else asked[:shape]
+        asked_stride = None if stride is None else asked[len(asked) - stride :]
+        placed = normalize(tuple(own or [Replicate()] * mesh.ndim), mesh, local.ndim)
+        meta = _global_meta(TensorMeta(size, step, local.dtype), mesh, placed, asked_shape, asked_stride)
+        return DTensor.from_local(
+            local, mesh, placed, run_check=run_check, shape=meta.shape, stride=meta.stride, grad_placements=back
+        )
+
+    key = f"traced from_local {own} {back} {shape} {stride} {run_check}"
     mesh.__dict__.setdefault(key, torch.compiler.allow_in_graph(from_local))  # an attribute, which a guard can name
     return key
 
