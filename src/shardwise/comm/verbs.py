@@ -256,6 +256,8 @@ def carry_all(verbs: Sequence[Verb], xs: Sequence[Tensor]) -> list[Tensor]:
     if any(map(differentiated, xs)):
         if torch.compiler.is_exporting():
             return [verb.exported(x) for verb, x in zip(verbs, xs, strict=True)]
+        if torch.compiler.is_compiling():
+            xs = [x.view_as(x) for x in xs]  # torch.compile takes no tensor twice
         return _apply_all(verbs, xs, not wire.is_traced())
     return _start_all(verbs, xs, not wire.is_traced())
 
