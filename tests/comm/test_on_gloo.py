@@ -8,7 +8,7 @@ from tests.comm.dense import CASES, sample
 from tests.gloo import run_gloo
 
 from shardwise import sim
-from shardwise.collectives import all_reduce
+from shardwise.collectives import all_reduce, all_reduce_coalesced
 from shardwise.mesh.world import current_world
 
 DTYPES = [torch.float64, torch.bfloat16, torch.int16, torch.complex64, torch.bool]
@@ -16,7 +16,8 @@ DTYPES = [torch.float64, torch.bfloat16, torch.int16, torch.complex64, torch.boo
 
 def values() -> list[list[float]]:
     world = current_world()
-    results = []
+    xs = [sample(world.rank, world.size, dtype) for dtype in (torch.float32, torch.complex64, torch.float16)]
+    results = [x.wait().to(torch.complex128).flatten().tolist() for x in all_reduce_coalesced([*xs, *xs], "sum", None)]
     for case, (call, _) in CASES.items():
         for dtype in DTYPES if "reduce" not in case else DTYPES[:1]:
             got = call(sample(world.rank, world.size, dtype), list(range(world.size)), world.rank)
@@ -48,6 +49,12 @@ def values_and_gradients() -> tuple[list[list[float]], list[list[float]]]:
     return values(), gradients()
 
 
+def values_and_totals() -> tuple[list[list[float]], list[float]]:
+    return values(), totals_of_halves()
+
+
 @pytest.mark.gloo
-def test_groups_of_four_processes() -> None:
-    assert run_gloo(totals_of_halves, 4) == [[1.0] * 3] * 2 + [[5.0] * 3] * 2
+def test_four_processes_and_groups_of_two() -> None:
+    found = run_gloo(values_and_totals, 4)
+    assert [each for each, _ in found] == [each for each, _ in sim.run(values_and_totals, 4)]
+    assert [totals for _, totals in found] == [[1.0] * 3] * 2 + [[5.0] * 3] * 2

@@ -256,13 +256,10 @@ def carry_all(verbs: Sequence[Verb], xs: Sequence[Tensor]) -> list[Tensor]:
     if any(map(differentiated, xs)):
         if torch.compiler.is_exporting():
             return [verb.exported(x) for verb, x in zip(verbs, xs, strict=True)]
-        return _apply_all(verbs, _each_once(xs), not wire.is_traced())
+        if torch.compiler.is_compiling():
+            xs = [x.view_as(x) for x in xs]  # torch.compile takes no tensor twice
+        return _apply_all(verbs, xs, not wire.is_traced())
     return _start_all(verbs, xs, not wire.is_traced())
-
-
-def _each_once(xs: Sequence[Tensor]) -> list[Tensor]:
-    # torch.compile does not trace a function that gets one tensor twice.
-    return [x.view_as(x) if any(x is other for other in xs[:place]) else x for place, x in enumerate(xs)]
 
 
 def _apply_all(verbs: Sequence[Verb], xs: Sequence[Tensor], pending: bool) -> list[Tensor]:
