@@ -194,10 +194,10 @@ class Lockstep:
             if not any(self._alive):
                 return
             self._turns[self._alive.index(True)].release()
-        if not self._over.acquire(timeout=self.GRACE):
+        # One request can be lost: in a callback of the interpreter, say, whose exceptions are printed and forgotten.
+        while not self._over.acquire(timeout=self.GRACE):
             thread = self._threads[self.running]
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Unwound))
-            self._over.acquire()
 
 
 def _at(place: Place, text: str) -> str:
