@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from shardwise.rules.pattern import along, named, text
 from shardwise.rules.rule import Call, Placing, Rule, called
-from shardwise.sharding.spec import TensorMeta
+from shardwise.sharding.spec import TensorMeta, dense
 
 Run = Callable[..., object]
 Sizes = Sequence[int]
@@ -38,19 +38,6 @@ def _new_strided_local(call: Call, placing: Placing) -> Run:
         return run
     packed = dense(shape, stride)
     return lambda x, _size, _stride, *rest: run(x, shape, packed, *rest)
-
-
-def dense(shape: Sizes, stride: Sizes) -> list[int]:
-    """The strides of a packed tensor of ``shape`` whose dims follow each other in memory as ``stride`` has them.
-
-    >>> dense((4, 3), (1, 8))
-    [1, 4]
-    """
-    found, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim)):
-        found[dim] = step
-        step *= max(shape[dim], 1)
-    return found
 
 
 def multinomial(x: TensorMeta, *_: object) -> str:

@@ -86,11 +86,8 @@ class TensorMeta:
         """
         if self.row_major:
             return part.contiguous()
-        wanted, step = [0] * part.ndim, 1
-        for dim in sorted(range(part.ndim), key=lambda dim: (self.stride[dim], -dim)):
-            wanted[dim] = step
-            step *= max(part.shape[dim], 1)
-        if _same_strides(tuple(part.shape), part.stride(), tuple(wanted)) or 0 in self.stride:
+        wanted = dense(part.shape, self.stride)
+        if _same_strides(tuple(part.shape), part.stride(), wanted) or 0 in self.stride:
             return part
         return torch.empty_strided(part.shape, wanted, dtype=part.dtype, device=part.device).copy_(part)
 
@@ -100,6 +97,19 @@ class TensorMeta:
 
     def __repr__(self) -> str:
         return f"{dtype_name(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+def dense(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a packed tensor of ``shape`` whose dims follow each other in memory as those of strides ``like``.
+
+    >>> dense((4, 3), (1, 8))
+    (1, 4)
+    """
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], -dim)):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
 
 
 def _same_strides(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:

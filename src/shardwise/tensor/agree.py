@@ -14,7 +14,7 @@ from shardwise.errors import PlacementError, message
 from shardwise.mesh.mesh import DeviceMesh
 from shardwise.sharding.fitting import fit
 from shardwise.sharding.placement import Cut, Placement, Replicate, Shard
-from shardwise.sharding.spec import Spec, TensorMeta
+from shardwise.sharding.spec import Spec, TensorMeta, dense
 
 DIMS = 64  # the most dims that a tensor of torch can have
 
@@ -142,15 +142,6 @@ def _along(
 
 def _moved(own: Placement, dim: int) -> Placement:
     return own.at(0) if isinstance(own, Cut) and own.dim == dim else Replicate()
-
-
-def dense(sizes: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor of these sizes, its dims in memory in the order of the strides ``like``."""
-    steps, step = [0] * len(sizes), 1
-    for dim in sorted(range(len(sizes)), key=lambda dim: (like[dim], -dim)):
-        steps[dim] = step
-        step *= max(sizes[dim], 1)
-    return tuple(steps)
 
 
 def _not_parts(mesh: DeviceMesh, placements: tuple[Placement, ...], got: str) -> PlacementError:

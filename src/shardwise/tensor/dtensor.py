@@ -16,7 +16,7 @@ from shardwise.redistribute import execute
 from shardwise.redistribute.planner import plan
 from shardwise.redistribute.transfer import transfer
 from shardwise.sharding.placement import Cut, Partial, Placement, RaggedShard, Replicate
-from shardwise.sharding.spec import Spec, TensorMeta, check_sizes, normalize
+from shardwise.sharding.spec import Spec, TensorMeta, check_sizes, dense, normalize
 from shardwise.tensor import agree, dispatch
 
 Placements = Sequence[Placement]
@@ -330,7 +330,7 @@ def _global_meta(
             grown = strides[placement.dim]
             strides = [step * parts if step > grown else step for step in strides]
             sizes[placement.dim] *= parts
-    return TensorMeta(tuple(sizes), agree.dense(sizes, strides) if ragged else tuple(strides), local.dtype)
+    return TensorMeta(tuple(sizes), dense(sizes, strides) if ragged else tuple(strides), local.dtype)
 
 
 def _arrived(local: torch.Tensor) -> torch.Tensor:
