@@ -51,12 +51,13 @@ def compared(world: int, shape: tuple[int, ...], placements, size, kernel, optio
     return sim.run(body, world)[0]
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-@pytest.mark.parametrize("case", CASES)
+# A transposed convolution has no kernel that is wider than its input.
+WAYS = [(case, way) for case in CASES for way in (False, True) if not (way and "wider than the input" in case)]
+
+
+@pytest.mark.parametrize(("case", "transposed"), WAYS)
 def test_a_cut_dim_of_space_exchanges_borders_only(case: str, transposed: bool) -> None:
     size, kernel, options = CASES[case]
-    if transposed and "wider than the input" in case:
-        pytest.skip("torch has nothing to give")
     for world in (2, 3, 4):
         for dim in range(len(size)):
             places = [Shard(2 + dim)], [Replicate()], [Replicate()]
