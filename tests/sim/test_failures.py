@@ -264,10 +264,14 @@ def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None
         run(dist.get_rank, 4)
 
 
-def test_the_caller_can_break_off_a_run() -> None:
+@pytest.mark.parametrize("to_the_process", [True, False])
+def test_the_caller_can_break_off_a_run(to_the_process: bool) -> None:
     def program() -> None:
         if current_world().rank == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+            if to_the_process:
+                os.kill(os.getpid(), signal.SIGINT)
+            else:  # the kernel may give the signal to any thread; the thread of the caller then sleeps on
+                signal.pthread_kill(threading.get_ident(), signal.SIGINT)
             while True:
                 time.sleep(0.001)
         dist.barrier()

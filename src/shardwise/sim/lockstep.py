@@ -47,6 +47,7 @@ class Lockstep:
     """The turns of ``size`` ranks; ``swap(leaving, coming)`` is called whenever the turn passes."""
 
     GRACE = 1.0  # seconds that a rank gets to come to its next collective when the caller breaks off the run
+    PULSE = 0.5  # seconds between the moments at which the caller's thread wakes to handle signals
     PATIENCE = 1000  # times that each rank may ask in vain whether something is done, with nobody launching anything
 
     def __init__(self, size: int, swap: Callable[[int, int], None]) -> None:
@@ -71,7 +72,9 @@ class Lockstep:
                 thread.start()
             self._begun = True
             self._turns[0].release()
-            self._over.acquire()
+            # Woken now and then: a signal that the kernel gave to another thread is handled only when this one runs.
+            while not self._over.acquire(timeout=self.PULSE):
+                pass
         except BaseException as error:
             self._break_off(error)
         for thread in self._threads:
