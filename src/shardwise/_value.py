@@ -31,8 +31,13 @@ class Interned(type):
     """
 
     _recent: dict[Any, Any] | None
+    _arity: int  # how many fields, if arguments are taken as they come; 0 if they are normalised first
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls._arity == len(args) and args:
+            key = (cls, args)
+            found = _pool.get(key)
+            return _enter(key, type.__call__(cls, *args)) if found is None else found
         recent = cls._recent
         if recent is None or kwargs:
             return cls._make(args, kwargs)
@@ -79,6 +84,7 @@ class Value(metaclass=Interned):
 
     __slots__ = ("__dict__", "__weakref__")
     _recent: ClassVar[dict[Any, Any] | None] = None
+    _arity: ClassVar[int] = 0
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -112,5 +118,7 @@ def value(cls: type[T]) -> type[T]:
     names = [field.name for field in fields(made)]
     if "_key" not in body:
         made._key = attrgetter(*names) if names else (lambda self: ())
+        taken = len(names) > 1 and made._recent is None and not hasattr(made, "__post_init__")
+        made._arity = len(names) if taken else 0
     pytree.register_constant(made)
     return cast("type[T]", made)

@@ -68,16 +68,17 @@ class TensorMeta:
     @staticmethod
     def contiguous(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
         """The meta of a contiguous tensor of ``shape``."""
-        stride, step = [], 1
-        for size in reversed(shape):
-            stride.append(step)
-            step *= max(size, 1)
-        return TensorMeta(tuple(shape), tuple(reversed(stride)), dtype)
+        return TensorMeta(tuple(shape), packed(shape), dtype)
+
+    @derived
+    def is_packed(self) -> bool:
+        """Whether this is what `TensorMeta.contiguous` gives: contiguous, dims of one element included."""
+        return self.stride == packed(self.shape)
 
     @derived
     def row_major(self) -> bool:
         """Whether a tensor like this is contiguous."""
-        return _same_strides(self.shape, self.stride, TensorMeta.contiguous(self.shape, self.dtype).stride)
+        return self.is_packed or _same_strides(self.shape, self.stride, packed(self.shape))
 
     def lay_out(self, part: torch.Tensor) -> torch.Tensor:
         """``part`` with its dims in memory in the order of the whole's: itself if it lies so, else a dense copy.
@@ -97,6 +98,20 @@ class TensorMeta:
 
     def __repr__(self) -> str:
         return f"{dtype_name(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+def packed(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of ``shape``.
+
+    >>> packed((4, 3))
+    (3, 1)
+    """
+    strides, step = [], 1
+    for size in shape[::-1]:
+        strides.append(step)
+        if size > 1:
+            step *= size
+    return tuple(strides[::-1])
 
 
 def dense(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
@@ -139,6 +154,12 @@ class Spec:
     @derived
     def is_replicated(self) -> bool:
         return all(placement.is_replicate() for placement in self.placements)
+
+    @derived
+    def likeness(self) -> tuple[object, ...]:
+        """What this has in common with the specs that differ only in the sizes of dims of two elements and more."""
+        meta = self.meta
+        return self.mesh, self.placements, meta.dtype, tuple([size if size < 2 else 2 for size in meta.shape])
 
     @derived
     def _local_shapes(self) -> dict[tuple[int, ...], tuple[int, ...]]:

@@ -23,11 +23,13 @@ from shardwise.rules.table import void_when_rules_change
 from shardwise.sharding.placement import Replicate
 from shardwise.sharding.spec import Spec, TensorMeta
 from shardwise.tensor.explicit import forbid
+from shardwise.tensor.outline import Outline, likeness
 from shardwise.tensor.prepare import (
     Args,
     Kwargs,
     Place,
     Ready,
+    fitted,
     in_schema_order,
     is_replicated,
     prepare,
@@ -42,12 +44,17 @@ LISTS = frozenset({list, tuple, torch.Size})
 
 
 class Plans(dict[Any, Ready]):
-    """What a rank remembers of the calls that it has made, and of which operators the floats do not matter."""
+    """What a rank remembers of the calls that it has made.
 
-    __slots__ = ("__weakref__", "loose")
+    Beside the plans, by operator, specs and static arguments: ``outlines`` of them, by what calls of other sizes have
+    in common with them; ``loose`` says of which operators the floats do not matter.
+    """
+
+    __slots__ = ("__weakref__", "loose", "outlines")
 
     def __init__(self) -> None:
         self.loose: dict[Op, bool] = {}
+        self.outlines: dict[Any, Outline] = {}
         void_when_rules_change(self)
 
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -55,13 +62,23 @@ class Plans(dict[Any, Ready]):
     def clear(self) -> None:
         super().clear()
         self.loose.clear()
+        self.outlines.clear()
 
     def remember(self, key: Any, ready: Ready) -> None:
-        if len(self) >= PLANS:
-            for old in list(self)[: PLANS // 2 or 1]:
-                del self[old]
+        _bound(self)
         if PLANS:
             self[key] = ready
+
+    def remember_outline(self, key: Any, outline: Outline) -> None:
+        _bound(self.outlines)
+        if PLANS:
+            self.outlines[key] = outline
+
+
+def _bound(known: dict[Any, Any]) -> None:
+    if len(known) >= PLANS:
+        for old in list(known)[: PLANS // 2 or 1]:
+            del known[old]
 
 
 def run(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -154,7 +171,14 @@ def _plans() -> Plans:
 
 
 def _prepared(plans: Plans, key: Any, kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Ready:
-    ready = prepare(kind, op, args, kwargs, lambda *entry: ready_for(kind, *entry))
+    alike = likeness(key)
+    specs = [item for item in key if item.__class__ is Spec]
+    outline = plans.outlines.get(alike)
+    ready = None if outline is None else fitted(outline, kind, op, args, kwargs, specs)
+    if ready is None:
+        ready = prepare(kind, op, args, kwargs, lambda *entry: ready_for(kind, *entry))
+        if ready.outline is not None:
+            plans.remember_outline(alike, ready.outline)
     if ready.lasts:
         plans.remember(key, ready)
     return ready

@@ -15,11 +15,14 @@ import torch
 from shardwise.mesh.world import current_world
 from shardwise.sharding.spec import TensorMeta
 from shardwise.tensor.signature import signature
+from shardwise.tensor.view_metas import VIEWS
 
 Op = torch._ops.OpOverload
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
 Metas = tuple[TensorMeta | None, ...]
+
+Law = Callable[[Op, Args, Kwargs], Metas | None]
 
 DTYPES = 4096  # how many dtypes of results a rank remembers
 
@@ -55,22 +58,26 @@ def _meta(argument: object) -> object:
     return argument
 
 
-def _is_contiguous(meta: TensorMeta) -> bool:
-    return meta is TensorMeta.contiguous(meta.shape, meta.dtype)
-
-
 def _pointwise(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
     """One output, broadcast from contiguous operands one of which has its shape already: contiguous as well."""
-    operands = [item for item in (*args, *kwargs.values()) if isinstance(item, TensorMeta)]
-    if signature(op).returns != "tensor" or not operands or not all(map(_is_contiguous, operands)):
+    operands = [item for item in args if item.__class__ is TensorMeta]
+    if kwargs:
+        operands += [item for item in kwargs.values() if item.__class__ is TensorMeta]
+        if kwargs.get("memory_format", torch.preserve_format) is not torch.preserve_format or kwargs.get("layout"):
+            return None
+    if not operands or signature(op).returns != "tensor":
         return None
-    if kwargs.get("memory_format", torch.preserve_format) is not torch.preserve_format or kwargs.get("layout"):
-        return None
-    largest = max(operands, key=lambda meta: (prod(meta.shape), len(meta.shape)))
-    if any(not _broadcasts(meta.shape, largest.shape) for meta in operands):
-        return None
+    largest = operands[0]
+    for meta in operands:
+        if not meta.is_packed:
+            return None
+        if meta.shape != largest.shape and (len(meta.shape), prod(meta.shape)) > (len(largest.shape), prod(largest.shape)):
+            largest = meta
+    for meta in operands:
+        if meta.shape != largest.shape and not _broadcasts(meta.shape, largest.shape):
+            return None
     dtype = _dtype(op, args, kwargs)
-    return None if dtype is None else (TensorMeta.contiguous(largest.shape, dtype),)
+    return None if dtype is None else (TensorMeta(largest.shape, largest.stride, dtype),)
 
 
 def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
@@ -114,7 +121,7 @@ def _one_dtype(metas: Sequence[object]) -> torch.dtype | None:
     """The floating dtype that all tensors share, if they do and are contiguous."""
     found = [meta for meta in metas if isinstance(meta, TensorMeta)]
     dtypes = {meta.dtype for meta in found}
-    alike = len(dtypes) == 1 and found[0].dtype in (torch.float32, torch.float64) and all(map(_is_contiguous, found))
+    alike = len(dtypes) == 1 and found[0].dtype in (torch.float32, torch.float64) and all([meta.is_packed for meta in found])
     return found[0].dtype if alike else None
 
 
@@ -160,14 +167,40 @@ def _layer_norm_backward(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
     return tuple(meta if asked and isinstance(meta, TensorMeta) else None for meta, asked in wanted)
 
 
-def _linear(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
-    """Products with a bias: rows of the first matrix, columns of the second."""
-    left, right = args[1], args[2]
-    if not isinstance(left, TensorMeta) or not isinstance(right, TensorMeta) or left.dtype is not right.dtype:
+def _product(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
+    """Products of matrices, with a bias before them or without: rows of the first matrix, columns of the second."""
+    left, right = args[-2:] if len(args) < 4 else args[1:3]
+    if not isinstance(left, TensorMeta) or not isinstance(right, TensorMeta) or left.dtype is not right.dtype or kwargs:
         return None
-    if not all(meta.shape for meta in (left, right)) or left.shape[-1] != right.shape[-2]:
+    ranks = {len(left.shape), len(right.shape)}
+    if ranks != {2} and ranks != {3}:
+        return None
+    if left.shape[-1] != right.shape[-2] or left.shape[:-2] != right.shape[:-2]:
         return None
     return (TensorMeta.contiguous((*left.shape[:-1], right.shape[-1]), left.dtype),)
+
+
+def _reduction(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
+    own, (dims, keeps) = args[0], (*args[1:3], *(None, False)[len(args) - 1 :])
+    if not isinstance(own, TensorMeta) or not own.is_packed or not own.shape or 0 in own.shape:
+        return None
+    ndim = len(own.shape)
+    given = (dims,) if isinstance(dims, int) else tuple(dims) if isinstance(dims, (list, tuple)) else ()
+    if any(not -ndim <= dim < ndim for dim in given) or not isinstance(keeps, bool):
+        return None
+    gone = {dim % ndim for dim in given or range(ndim)}
+    dtype = _dtype(op, args, kwargs)
+    left = [1 if dim in gone else size for dim, size in enumerate(own.shape) if keeps or dim not in gone]
+    return None if dtype is None else (TensorMeta.contiguous(left, dtype),)
+
+
+def _embedding(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
+    table, indices = args[:2]
+    if not isinstance(table, TensorMeta) or not isinstance(indices, TensorMeta) or len(table.shape) != 2:
+        return None
+    if not indices.is_packed or not table.is_packed:
+        return None
+    return (TensorMeta.contiguous((*indices.shape, table.shape[1]), table.dtype),)
 
 
 def _nll_loss(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
@@ -180,17 +213,22 @@ def _nll_loss(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
 
 
 aten = torch.ops.aten
-LAWS: dict[Op, Callable[[Op, Args, Kwargs], Metas | None]] = {
+LAWS: dict[Op, Law] = {
+    aten.addmm.default: _product,
+    aten.bmm.default: _product,
     aten.cat.default: _cat,
+    aten.embedding.default: _embedding,
+    aten.mean.dim: _reduction,
+    aten.mm.default: _product,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
-    aten.addmm.default: _linear,
     aten.nll_loss_forward.default: _nll_loss,
-    aten._softmax.default: _like_first,
-    aten._log_softmax.default: _like_first,
-    aten._softmax_backward_data.default: _like_first,
-    aten._log_softmax_backward_data.default: _like_first,
+    aten.sum.dim_IntList: _reduction,
+    **dict.fromkeys((aten._softmax.default, aten._log_softmax.default), _like_first),
+    **dict.fromkeys((aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), _like_first),
+    **dict.fromkeys((aten.amax.default, aten.amin.default), _reduction),
     aten.multi_margin_loss_backward.default: lambda op, args, kwargs: _like_first(op, (args[1],), {}),
     aten.multilabel_margin_loss_backward.default: lambda op, args, kwargs: _like_first(op, (args[1],), {}),
     aten.nll_loss_backward.default: lambda op, args, kwargs: _like_first(op, (args[1],), kwargs),
+    **VIEWS,
 }

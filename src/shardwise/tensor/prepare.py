@@ -6,7 +6,7 @@ The tensor class hands itself down as ``kind``: it has ``_spec`` and ``_local_te
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,14 @@ from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import current_world
 from shardwise.redistribute.steps import Step
 from shardwise.rules.foreach import foreach_base, foreach_entries, foreach_position
-from shardwise.rules.table import lookup
+from shardwise.rules.rule import resolve
+from shardwise.rules.table import lookup, make_call
 from shardwise.sharding.placement import Replicate
 from shardwise.sharding.spec import Spec, TensorMeta
 from shardwise.tensor.bindings import direct
-from shardwise.tensor.propagate import Asked, Op, OpPlan, propagate
+from shardwise.tensor.metas import output_metas
+from shardwise.tensor.outline import Outline
+from shardwise.tensor.propagate import Asked, Op, OpPlan, planned, propagate
 from shardwise.tensor.rng import draws, plan_random
 from shardwise.tensor.signature import Signature, signature
 
@@ -39,7 +42,8 @@ class Ready:
     Where ``measured`` is a mesh, the results are whole on it, of whatever shape they come. A plan that does not last is
     made anew for each call.
     ``expand`` and ``each`` stand in place of all the rest: the operator in terms of others, or entry by entry.
-    ``views`` is whether results share memory with an argument.
+    ``views`` is whether results share memory with an argument; ``outline`` what is common to calls of other sizes, if
+    all tensors of this one are distributed and stand in schema order.
     """
 
     local: Callable[..., Any]
@@ -57,6 +61,7 @@ class Ready:
     tail: tuple[Any, ...] = ()
     row_major: bool | None = None
     views: bool = False
+    outline: Outline | None = None
 
 
 def prepare(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., Ready]) -> Ready:
@@ -84,6 +89,46 @@ def prepare(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., 
         ]
         expand = _dressing(kind, plan.expand, plain) if plain else plan.expand
         return Ready(plan.local, (), (), traits.returns, expand=expand)
+    ready = _ready(plan, traits, places, asked, args, kwargs)
+    if plan.outline is None or not _in_key_order(kind, args, kwargs, places):
+        return ready
+    return replace(ready, outline=plan.outline)
+
+
+def _in_key_order(kind: Any, args: Args, kwargs: Kwargs, places: Sequence[Place]) -> bool:
+    """Whether all tensors of a call are distributed, and its key has their specs in schema order."""
+    operands = [(place, _operand(args, kwargs, place)) for place in places]
+    return all(
+        isinstance(operand, kind) and isinstance(place[0], int)
+        for place, operand in operands
+        if isinstance(operand, torch.Tensor)
+    )
+
+
+def fitted(outline: Outline, kind: Any, op: Op, args: Args, kwargs: Kwargs, specs: Sequence[Spec]) -> Ready | None:
+    """What is ready for a call with the distributed tensors ``specs`` by ``outline``; None if it is not its plan."""
+    if not outline.fits(specs):
+        return None
+    given, named = _metas(args, kind), _metas(kwargs, kind)
+    metas, rule, call = output_metas(op, given, named), outline.rule, None
+    if rule.local is not None or not isinstance(rule.meaning, str):
+        call = make_call(op, given, named, metas)
+        rule, meaning = resolve(rule, call)
+        if meaning != outline.meaning:
+            return None
+    mesh = specs[0].mesh
+    outputs = tuple(
+        [
+            None if meta is None or lying is None else Spec(mesh, lying, meta)
+            for meta, lying in zip(metas, outline.placements, strict=True)
+        ]
+    )
+    inputs = tuple([None if place is None else specs[place] for place in outline.operands])
+    asked, traits = Asked(op, given, named, inputs, mesh, mesh.get_coordinate()), signature(op)
+    plan = planned(asked, call, rule.local, inputs, outputs)
+    places = list(places_of(op, traits, args, kwargs)) if traits.written else []
+    if traits.written and not traits.relabels:
+        _check_written(asked, plan, traits)
     return _ready(plan, traits, places, asked, args, kwargs)
 
 

@@ -19,18 +19,17 @@ from shardwise.redistribute.planner import plan, price
 from shardwise.redistribute.steps import Step
 from shardwise.rules.equation import Sizes, Strategy
 from shardwise.rules.images import Image
-from shardwise.rules.rule import Call, Choices, Placing, Rule, called, choices, resolve
+from shardwise.rules.rule import Call, Choices, Local, Placing, Rule, called, choices, resolve
 from shardwise.rules.table import lookup, make_call, out_of_place
 from shardwise.sharding.placement import Cut, Owned, Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta
 from shardwise.tensor.metas import Metas, output_metas
+from shardwise.tensor.outline import Outline, outline_of
 from shardwise.tensor.relabel import local_view, nearest, relabelled
 from shardwise.tensor.signature import Signature, signature
 
 Op = torch._ops.OpOverload
 Specs = Sequence[Spec | None]
-
-CHOICES = 4096  # how many choices a rank remembers, whatever the sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,8 @@ class OpPlan:
 
     ``local`` takes the arguments as they came if ``normalized`` is False, else all of them in schema order.
     ``expand`` stands in place of all the rest: the operator written in terms of others. With ``measured`` the results
-    are whole, and nothing is known of them beforehand; ``lasts`` is whether the plan may be used again.
+    are whole, and nothing is known of them beforehand; ``lasts`` is whether the plan may be used again. ``outline`` is
+    what calls that differ in sizes only have in common with this one, if anything.
     """
 
     local: Callable[..., Any]
@@ -58,6 +58,7 @@ class OpPlan:
     expand: Callable[..., Any] | None = None
     measured: bool = False
     lasts: bool = True
+    outline: Outline | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +92,10 @@ def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
 
     Raises `RuleError`, `ViewError` or `InplaceError` where there is no correct way to run it.
     """
-    rule = lookup(asked.op)
-    if rule is None:
+    given = lookup(asked.op)
+    if given is None:
         return _unknown(asked)
-    traits = signature(asked.op)
+    rule, traits = given, signature(asked.op)
     if rule.meaning == "" and rule.expand is not None:
         return OpPlan(asked.op, expand=rule.expand)
     metas = None if rule.measured else _metas(asked)
@@ -106,8 +107,8 @@ def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
         return OpPlan(asked.op, expand=rule.expand)
     ways = choices(replace(rule, meaning=meaning), call)
     try:
-        chosen = _remembered(asked, ways, whole)
-        if chosen is None and rule.image is not None and not (whole or traits.written):
+        chosen = None
+        if rule.image is not None and not (whole or traits.written):
             free = None if _prefers_image(asked, traits) else _choose(asked, traits, call, ways, rule, whole, free=True)
             found = _relabelled(asked, traits, call, rule.image) if free is None else None
             if found is not None:
@@ -119,7 +120,12 @@ def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
         if expand is None:
             raise
         return OpPlan(asked.op, expand=expand)
-    return OpPlan(asked.op, expand=rule.expand) if chosen is None else _plan(asked, call, ways, chosen)
+    if chosen is None:
+        return OpPlan(asked.op, expand=rule.expand)
+    made = _plan(asked, call, ways, chosen)
+    if made.moves or whole or asked.coordinate is None:
+        return made
+    return replace(made, outline=outline_of(given, meaning, ways, chosen, asked.specs, made.outputs))
 
 
 def _reducing(asked: Asked) -> Callable[..., object] | None:
@@ -223,38 +229,6 @@ def _sizes(spec: Spec, axis: int) -> tuple[int, ...]:
     return tuple(own.local_size(size, parts, index) for index in range(parts))
 
 
-def _remembered(asked: Asked, ways: Choices, whole: bool) -> list[Strategy] | None:
-    """The strategies that were free of moves when operands of other sizes lay like these, if they still are.
-
-    Two strategies never want the same placements of the operands and differ, so this is what `_choose` would find.
-    """
-    labels = current_world().memory.setdefault("choices", {}).get(_likeness(asked, ways, whole))
-    if labels is None:
-        return None
-    chosen, sizes = [], ways.sizes
-    for axis, (parts, (label, lying)) in enumerate(zip(asked.mesh.shape, labels, strict=True)):
-        strategy = ways.strategy(label, parts, sizes)
-        if strategy is not None and lying is not None:
-            strategy = _varied(strategy, lying, asked.specs, axis)
-        if strategy is None or not _moves_nothing(strategy, asked.specs, axis):
-            return None
-        chosen.append(strategy)
-        sizes = ways.after(label, parts, sizes)
-    return chosen
-
-
-def _remember(asked: Asked, ways: Choices, whole: bool, picks: list[tuple[str, Placement | None]]) -> None:
-    known = current_world().memory.setdefault("choices", {})
-    if len(known) >= CHOICES:
-        known.clear()
-    known[_likeness(asked, ways, whole)] = tuple(picks)
-
-
-def _likeness(asked: Asked, ways: Choices, whole: bool) -> object:
-    placements = tuple([None if spec is None else spec.placements for spec in asked.specs])
-    return asked.op, ways.key, asked.mesh, placements, whole
-
-
 def _choose(
     asked: Asked, traits: Signature, call: Call, ways: Choices, rule: Rule, whole: bool, free: bool = False
 ) -> list[Strategy] | None:
@@ -265,8 +239,6 @@ def _choose(
     chosen: list[Strategy] = []
     current = list(asked.specs)
     sizes = ways.sizes
-    picks: list[tuple[str, Placement | None]] = []
-    moved = False
     for axis, parts in enumerate(asked.mesh.shape):
         all_ways = [
             (label, variant)
@@ -280,24 +252,13 @@ def _choose(
         if pick is None and (free or rule.expand is not None):
             return None
         if pick is None:
-            pick, moved = _cheapest(allowed, current, axis, viewed), True
+            pick = _cheapest(allowed, current, axis, viewed)
         if pick is None:
             raise _refusal(asked, axis, all_ways, allowed, viewed)
         chosen.append(pick[1])
         current = _after(current, axis, pick[1].inputs)
-        picks.append((pick[0], _lying(pick, ways, parts, sizes)))
         sizes = ways.after(pick[0], parts, sizes)
-    if not moved:
-        _remember(asked, ways, whole, picks)
     return chosen
-
-
-def _lying(pick: Chosen, ways: Choices, parts: int, sizes: Sizes) -> Placement | None:
-    """The placement (of dim 0, if a cut) by which a pick differs from the plain strategy of its label, or None."""
-    if ways.strategy(pick[0], parts, sizes) == pick[1]:
-        return None
-    role = next(role for role in pick[1].inputs if isinstance(role, (StridedShard, RaggedShard, Owned)))
-    return role if isinstance(role, Owned) else role.at(0)
 
 
 def _operands_at(call: Call, asked: Asked, places: tuple[int, ...]) -> tuple[int, ...]:
@@ -425,12 +386,23 @@ def _plan(asked: Asked, call: Call, ways: Choices, chosen: list[Strategy]) -> Op
         for operand, (source, target) in enumerate(zip(asked.specs, targets, strict=True))
         if source is not None and target is not None and source is not target
     )
-    if ways.local is None or asked.coordinate is None:
+    return planned(asked, call, ways.local, tuple(targets), outputs, moves)
+
+
+def planned(
+    asked: Asked,
+    call: Call | None,
+    own: Local | None,
+    inputs: tuple[Spec | None, ...],
+    outputs: tuple[Spec | None, ...],
+    moves: tuple[Move, ...] = (),
+) -> OpPlan:
+    """The plan of a call whose operands come to lie as ``inputs``, run by the operator or by its ``own`` local call."""
+    if own is None or asked.coordinate is None:
         return OpPlan(asked.op, moves, outputs)
-    local = ways.local(call, Placing(tuple(targets), outputs, asked.coordinate))
-    if local is asked.op:
-        return OpPlan(asked.op, moves, outputs)
-    return OpPlan(local, moves, outputs, normalized=True)
+    assert call is not None, asked
+    local = own(call, Placing(inputs, outputs, asked.coordinate))
+    return OpPlan(local, moves, outputs, normalized=local is not asked.op)
 
 
 def _column(
