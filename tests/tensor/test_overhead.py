@@ -70,7 +70,7 @@ def test_memory_is_bounded_however_many_shapes_come() -> None:
             x = DTensor.from_local(torch.ones(size, 2), mesh, [Shard(0)])
             torch.relu(x) + 1
         memory = current_world().memory
-        assert len(memory["choices"]) < 10, "choices do not depend on sizes"
+        assert len(memory["plans"].outlines) < 10, "outlines do not depend on sizes"
         assert len(memory["result dtypes"]) < 10, "dtypes do not depend on sizes"
         plans = memory["plans"]
         for number in range(40000):

@@ -27,6 +27,7 @@ from shardwise.redistribute.steps import (
     ReduceScatter,
     Slice,
     Step,
+    local_sizes,
 )
 from shardwise.sharding.placement import Cut, Intervals, Shard
 from shardwise.sharding.spec import Spec
@@ -235,27 +236,34 @@ def _order(cuts: tuple[Cut, ...], ndim: int) -> list[int]:
 
 def _all_to_all(step: AllToAll, spec: Spec, local: Tensor, coordinate: Coordinate, group: Group) -> Sent | Tensor:
     after = step.after(spec).local_shape(coordinate)
-    swap = _even_swap(step, spec, local, after)
-    if swap is None:
+    if not _is_dealt(step, local, after, group.size):
         own, talks = _parcels(step, spec, coordinate, group.index)
         return exchange(local, local.new_empty(after), own, talks, group, step.name)
-    source, aim = swap
-    rows = [1] * group.size
-    pieces = torch.unflatten(local, aim.dim, (group.size, after[aim.dim])).movedim(aim.dim, 0)
-    sent = wire.all_to_all(pieces, rows, rows, group, axis=step.name)
-    order = _order((source,), local.ndim)
-    return Sent(sent, lambda arrived: arrived.view(pieces.shape).permute(order).reshape(after))
+    source, aim = step.sources[0], step.aims[0]
+    assert isinstance(source, Shard), source
+    if isinstance(aim, Shard):
+        pieces = torch.unflatten(local, aim.dim, (group.size, after[aim.dim])).movedim(aim.dim, 0)
+    else:
+        pieces = local.expand(group.size, *local.shape)
+    if source.dim:
+        rows = [1] * group.size
+        sent = wire.all_to_all(pieces, rows, rows, group, axis=step.name)
+        order = _order((source,), local.ndim)
+        return Sent(sent, lambda arrived: arrived.view(pieces.shape).permute(order).reshape(after))
+    received = list(local_sizes(source, after[0], group.size))
+    return Sent(wire.all_to_all(pieces.flatten(0, 1), received, [len(local)] * group.size, group, axis=step.name))
 
 
-def _even_swap(step: AllToAll, spec: Spec, local: Tensor, after: tuple[int, ...]) -> tuple[Shard, Shard] | None:
-    """The two cuts if one dim is cut instead of another and all pieces are equally large."""
-    match step.sources, step.aims:
-        case (Shard() as source,), (Shard() as aim,) if source.dim != aim.dim:
-            parts = spec.mesh.shape[step.axes[0]]
-            joined, split = local.shape[source.dim] * parts, after[aim.dim] * parts
-            if local.numel() and after[source.dim] == joined and local.shape[aim.dim] == split:
-                return source, aim
-    return None
+def _is_dealt(step: AllToAll, local: Tensor, after: tuple[int, ...], ranks: int) -> bool:
+    """Whether a rank sends equal pieces to all, and what arrives is equally large too, or follows along dim 0."""
+    if len(step.axes) > 1 or 0 in after:
+        return False
+    source, aim = step.sources[0], step.aims[0]
+    if not isinstance(source, Shard) or (source.dim and after[source.dim] % ranks):
+        return False
+    if isinstance(aim, Shard):
+        return aim.dim != source.dim and not local.shape[aim.dim] % ranks
+    return aim.is_replicate()
 
 
 @lru_cache(maxsize=4096)

@@ -43,6 +43,20 @@ def price(src: Spec, dst: Spec, topology: Topology | None = None) -> float:
     return _price(src, dst, topology or current_topology())
 
 
+def rough(spec: Spec) -> Spec:
+    """``spec`` with sizes rounded down to a few binary digits: where prices need not be exact, alike ones are alike."""
+    return Spec(spec.mesh, spec.placements, TensorMeta.contiguous(rough_sizes(spec.shape), spec.meta.dtype))
+
+
+def rough_sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes of `rough`.
+
+    >>> rough_sizes((7, 1000, 1024))
+    (7, 960, 1024)
+    """
+    return tuple([size >> excess << excess if (excess := size.bit_length() - DIGITS) > 0 else size for size in shape])
+
+
 def moved_bytes(src: Spec, dst: Spec) -> int:
     """The bytes that the plan from ``src`` to ``dst`` has a rank send: for each step, the rank that sends most."""
     return sum(step.bytes(spec) for spec, step in stages(src, plan(src, dst)))
@@ -147,14 +161,18 @@ def _check_same(src: Spec, dst: Spec) -> None:
 
 def _check_reduction(src: Spec, dst: Spec, axis: int) -> None:
     before, after = src.placements[axis], dst.placements[axis]
-    asked = f"{src} as {dst} on {src.mesh}"
+    pending = before if isinstance(before, Partial) else after
+    if not isinstance(pending, Partial):
+        return
     if isinstance(before, Partial) and isinstance(after, Partial):
         what = f"a pending {before.reduce_op} over axis {src.mesh.axis_names[axis]} cannot become a {after.reduce_op}"
-        raise RedistributeError(message(what, asked=asked, do="redistribute to Replicate() on that axis first"))
-    pending = before if isinstance(before, Partial) else after
-    if isinstance(pending, Partial) and not _is_defined(pending.reduce_op, src.meta.dtype):
+        do = "redistribute to Replicate() on that axis first"
+    elif not _is_defined(pending.reduce_op, src.meta.dtype):
         what = f"no {pending.reduce_op} of {dtype_name(src.meta.dtype)} tensors"
-        raise RedistributeError(message(what, asked=asked, do="convert the tensor to another dtype first"))
+        do = "convert the tensor to another dtype first"
+    else:
+        return
+    raise RedistributeError(message(what, asked=f"{src} as {dst} on {src.mesh}", do=do))
 
 
 def _is_defined(reduce_op: str, dtype: torch.dtype) -> bool:

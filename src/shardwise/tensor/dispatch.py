@@ -23,7 +23,7 @@ from shardwise.rules.table import void_when_rules_change
 from shardwise.sharding.placement import Replicate
 from shardwise.sharding.spec import Spec, TensorMeta
 from shardwise.tensor.explicit import forbid
-from shardwise.tensor.outline import Outline, likeness
+from shardwise.tensor.outline import Outline, likeness, roughly
 from shardwise.tensor.prepare import (
     Args,
     Kwargs,
@@ -173,12 +173,12 @@ def _plans() -> Plans:
 def _prepared(plans: Plans, key: Any, kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Ready:
     alike = likeness(key)
     specs = [item for item in key if item.__class__ is Spec]
-    outline = plans.outlines.get(alike)
+    outline = plans.outlines.get(alike) or plans.outlines.get(roughly(alike, specs))
     ready = None if outline is None else fitted(outline, kind, op, args, kwargs, specs)
     if ready is None:
         ready = prepare(kind, op, args, kwargs, lambda *entry: ready_for(kind, *entry))
         if ready.outline is not None:
-            plans.remember_outline(alike, ready.outline)
+            plans.remember_outline(roughly(alike, specs) if ready.outline.moves else alike, ready.outline)
     if ready.lasts:
         plans.remember(key, ready)
     return ready

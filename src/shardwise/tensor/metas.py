@@ -71,13 +71,20 @@ def _pointwise(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
     for meta in operands:
         if not meta.is_packed:
             return None
-        if meta.shape != largest.shape and (len(meta.shape), prod(meta.shape)) > (len(largest.shape), prod(largest.shape)):
+        if meta.shape != largest.shape and (len(meta.shape), prod(meta.shape)) > (
+            len(largest.shape),
+            prod(largest.shape),
+        ):
             largest = meta
     for meta in operands:
         if meta.shape != largest.shape and not _broadcasts(meta.shape, largest.shape):
             return None
     dtype = _dtype(op, args, kwargs)
     return None if dtype is None else (TensorMeta(largest.shape, largest.stride, dtype),)
+
+
+def _extent(meta: TensorMeta) -> tuple[int, int]:
+    return len(meta.shape), prod(meta.shape)
 
 
 def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
@@ -121,7 +128,9 @@ def _one_dtype(metas: Sequence[object]) -> torch.dtype | None:
     """The floating dtype that all tensors share, if they do and are contiguous."""
     found = [meta for meta in metas if isinstance(meta, TensorMeta)]
     dtypes = {meta.dtype for meta in found}
-    alike = len(dtypes) == 1 and found[0].dtype in (torch.float32, torch.float64) and all([meta.is_packed for meta in found])
+    alike = (
+        len(dtypes) == 1 and found[0].dtype in (torch.float32, torch.float64) and all(meta.is_packed for meta in found)
+    )
     return found[0].dtype if alike else None
 
 
@@ -181,7 +190,9 @@ def _product(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
 
 
 def _reduction(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
-    own, (dims, keeps) = args[0], (*args[1:3], *(None, False)[len(args) - 1 :])
+    own = args[0]
+    dims = args[1] if len(args) > 1 else None
+    keeps = args[2] if len(args) > 2 else False
     if not isinstance(own, TensorMeta) or not own.is_packed or not own.shape or 0 in own.shape:
         return None
     ndim = len(own.shape)
@@ -189,6 +200,8 @@ def _reduction(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
     if any(not -ndim <= dim < ndim for dim in given) or not isinstance(keeps, bool):
         return None
     gone = {dim % ndim for dim in given or range(ndim)}
+    if given and len(gone) != len(given):
+        return None
     dtype = _dtype(op, args, kwargs)
     left = [1 if dim in gone else size for dim, size in enumerate(own.shape) if keeps or dim not in gone]
     return None if dtype is None else (TensorMeta.contiguous(left, dtype),)

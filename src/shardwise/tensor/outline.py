@@ -1,19 +1,21 @@
 """What a plan is whatever the sizes: the second memory of dispatch, for shapes that were never seen.
 
-Calls are alike if they differ in nothing but the sizes of dims of two elements and more. Where the plan of one moves
-nothing, and no size decides about it, the calls like it have the same plan but for the metas of their results.
+Calls are alike if they differ in nothing but the sizes of dims of two elements and more. Where no size decides about
+the plan of one, the calls like it have the same plan but for the metas of their results; if it moves something, those
+of about the same size have.
 
 The law: strategies come from the meaning, which is asked anew if it is a function, and from the names of dims. Sizes
 enter only where a name is part of a composed dim (those sizes are compared), where a dim has one element (that is part
-of what is alike), and where two operands share a name (then they must share the size).
+of what is alike), where two operands share a name (then they must share the size), and in prices, which are asked of
+rough sizes only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from shardwise.redistribute.planner import rough_sizes
 from shardwise.rules.equation import Bound, Pattern, Strategy
 from shardwise.rules.rule import Choices, Rule, Strategies
 from shardwise.sharding.placement import Placement
@@ -27,17 +29,24 @@ class Outline:
     """A plan without sizes.
 
     ``operands`` says for each operand which of the distributed tensors of the call it is; a dim is given as (one of
-    those tensors, its dim). ``rule`` and ``meaning`` are what the strategies came from, ``placements`` how the results
-    lie. The dims of each entry of ``same`` agree; ``sizes`` are those of the dims of ``read``.
+    those tensors, its dim). ``rule`` and ``meaning`` are what the strategies came from; ``goals`` say how operands that
+    move are to lie, ``placements`` how the results lie. The dims of each entry of ``same`` agree; ``sizes`` are those
+    of the dims of ``read``.
     """
 
     rule: Rule
     meaning: str | Strategies
     operands: tuple[int | None, ...]
+    goals: tuple[tuple[Placement, ...] | None, ...]
     placements: tuple[tuple[Placement, ...] | None, ...]
     same: tuple[Dims, ...]
     read: Dims
     sizes: tuple[int, ...]
+
+    @property
+    def moves(self) -> bool:
+        """Whether an operand moves."""
+        return any(goal is not None for goal in self.goals)
 
     def fits(self, specs: Sequence[Spec]) -> bool:
         """Whether the sizes of ``specs`` are such that this is their plan."""
@@ -54,13 +63,18 @@ class Outline:
         return True
 
 
-def likeness(key: tuple[Any, ...]) -> tuple[Any, ...]:
+def likeness(key: tuple[object, ...]) -> tuple[object, ...]:
     """The key of a call without the sizes of its distributed tensors.
 
     >>> likeness(("aten.relu", 2.0))
     ('aten.relu', 2.0)
     """
-    return tuple([item.likeness if item.__class__ is Spec else item for item in key])
+    return tuple([item.likeness if isinstance(item, Spec) else item for item in key])
+
+
+def roughly(alike: tuple[object, ...], specs: Sequence[Spec]) -> tuple[object, ...]:
+    """What is `likeness` to calls that move nothing, for those that do: with rough sizes."""
+    return alike, *[rough_sizes(spec.shape) for spec in specs]
 
 
 def outline_of(
@@ -69,9 +83,10 @@ def outline_of(
     ways: Choices,
     chosen: Sequence[Strategy],
     specs: Sequence[Spec | None],
+    targets: Sequence[Spec | None],
     outputs: Sequence[Spec | None],
 ) -> Outline | None:
-    """The outline of a plan that moves nothing; None where the ranks talk in the local call, which sizes decide about."""
+    """The outline of a plan; None where the ranks talk in the local call, which sizes decide about."""
     bound = ways.bound
     if bound is not None and any(strategy in ways.listed.values() for strategy in chosen):
         return None
@@ -83,6 +98,10 @@ def outline_of(
         rule,
         meaning,
         operands,
+        tuple(
+            None if target is None or target is spec else target.placements
+            for spec, target in zip(specs, targets, strict=True)
+        ),
         tuple(None if spec is None else spec.placements for spec in outputs),
         same,
         read,

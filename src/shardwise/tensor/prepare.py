@@ -125,8 +125,16 @@ def fitted(outline: Outline, kind: Any, op: Op, args: Args, kwargs: Kwargs, spec
     )
     inputs = tuple([None if place is None else specs[place] for place in outline.operands])
     asked, traits = Asked(op, given, named, inputs, mesh, mesh.get_coordinate()), signature(op)
-    plan = planned(asked, call, rule.local, inputs, outputs)
-    places = list(places_of(op, traits, args, kwargs)) if traits.written else []
+    targets = (
+        inputs
+        if not outline.moves
+        else tuple(
+            spec if spec is None or goal is None else spec.with_placements(goal)
+            for spec, goal in zip(inputs, outline.goals, strict=True)
+        )
+    )
+    plan = planned(asked, call, rule.local, targets, outputs)
+    places = list(places_of(op, traits, args, kwargs)) if traits.written or plan.moves else []
     if traits.written and not traits.relabels:
         _check_written(asked, plan, traits)
     return _ready(plan, traits, places, asked, args, kwargs)

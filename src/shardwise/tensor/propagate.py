@@ -15,9 +15,9 @@ import torch
 from shardwise.errors import InplaceError, RuleError, ViewError, message
 from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import current_world
-from shardwise.redistribute.planner import plan, price
+from shardwise.redistribute.planner import plan, price, rough
 from shardwise.redistribute.steps import Step
-from shardwise.rules.equation import Sizes, Strategy
+from shardwise.rules.equation import Strategy
 from shardwise.rules.images import Image
 from shardwise.rules.rule import Call, Choices, Local, Placing, Rule, called, choices, resolve
 from shardwise.rules.table import lookup, make_call, out_of_place
@@ -122,10 +122,11 @@ def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
         return OpPlan(asked.op, expand=expand)
     if chosen is None:
         return OpPlan(asked.op, expand=rule.expand)
-    made = _plan(asked, call, ways, chosen)
-    if made.moves or whole or asked.coordinate is None:
+    targets = _targets(asked, chosen)
+    made = _plan(asked, call, ways, chosen, targets)
+    if whole or asked.coordinate is None:
         return made
-    return replace(made, outline=outline_of(given, meaning, ways, chosen, asked.specs, made.outputs))
+    return replace(made, outline=outline_of(given, meaning, ways, chosen, asked.specs, targets, made.outputs))
 
 
 def _reducing(asked: Asked) -> Callable[..., object] | None:
@@ -151,7 +152,7 @@ def _measured(asked: Asked) -> OpPlan:
     ways = Choices({}, None, "measured", listed={"whole": whole})
     chosen = _choose(asked, signature(asked.op), call, ways, Rule(), whole=True)
     assert chosen is not None, asked
-    return replace(_plan(asked, call, ways, chosen), measured=True)
+    return replace(_plan(asked, call, ways, chosen, _targets(asked, chosen)), measured=True)
 
 
 def _unknown(asked: Asked) -> OpPlan:
@@ -333,6 +334,7 @@ def _moves_nothing(strategy: Strategy, current: Specs, axis: int) -> bool:
 
 def _cheapest(allowed: list[Chosen], current: Specs, axis: int, viewed: tuple[int, ...]) -> Chosen | None:
     best, least = None, float("inf")
+    roughly = [None if spec is None else rough(spec) for spec in current]
     # What is written to a pending tensor may have to become pending itself.
     reachable = [way for way in allowed if _reachable(way[1], current, axis)]
     for way in reachable or [way for way in allowed if _reachable(way[1], current, axis, from_cuts=True)]:
@@ -340,7 +342,7 @@ def _cheapest(allowed: list[Chosen], current: Specs, axis: int, viewed: tuple[in
             0.0
             if spec is None or role is None or spec.placements[axis] is role
             else price(spec, _placed(spec, axis, role))
-            for spec, role in zip(current, way[1].inputs, strict=True)
+            for spec, role in zip(roughly, way[1].inputs, strict=True)
         ]
         if sum(costs) < least and not any(costs[operand] for operand in viewed):
             best, least = way, sum(costs)
@@ -370,38 +372,42 @@ def _after(current: Specs, axis: int, roles: Specs | tuple[Placement | None, ...
     ]
 
 
-def _plan(asked: Asked, call: Call, ways: Choices, chosen: list[Strategy]) -> OpPlan:
-    targets = [
-        None
-        if spec is None
-        else spec.with_placements(_column([way.inputs for way in chosen], operand, spec.placements))
+def _targets(asked: Asked, chosen: list[Strategy]) -> tuple[Spec | None, ...]:
+    """How the operands are to lie."""
+    inputs = [way.inputs for way in chosen]
+    return tuple(
+        None if spec is None else spec.with_placements(_column(inputs, operand, spec.placements))
         for operand, spec in enumerate(asked.specs)
-    ]
+    )
+
+
+def _plan(asked: Asked, call: Call, ways: Choices, chosen: list[Strategy], targets: tuple[Spec | None, ...]) -> OpPlan:
     outputs = tuple(
         None if meta is None else Spec(asked.mesh, _column([way.outputs for way in chosen], place, ()), meta)
         for place, meta in enumerate(call.outputs)
     )
-    moves = tuple(
-        Move(operand, source, plan(source, target))
-        for operand, (source, target) in enumerate(zip(asked.specs, targets, strict=True))
-        if source is not None and target is not None and source is not target
-    )
-    return planned(asked, call, ways.local, tuple(targets), outputs, moves)
+    return planned(asked, call, ways.local, targets, outputs)
 
 
 def planned(
     asked: Asked,
     call: Call | None,
     own: Local | None,
-    inputs: tuple[Spec | None, ...],
+    targets: tuple[Spec | None, ...],
     outputs: tuple[Spec | None, ...],
-    moves: tuple[Move, ...] = (),
 ) -> OpPlan:
-    """The plan of a call whose operands come to lie as ``inputs``, run by the operator or by its ``own`` local call."""
+    """The plan of a call whose operands are to lie as ``targets``, run by the operator or by its ``own`` local call."""
+    moves = tuple(
+        [
+            Move(operand, source, plan(source, target))
+            for operand, (source, target) in enumerate(zip(asked.specs, targets, strict=True))
+            if source is not None and target is not None and source is not target
+        ]
+    )
     if own is None or asked.coordinate is None:
         return OpPlan(asked.op, moves, outputs)
     assert call is not None, asked
-    local = own(call, Placing(inputs, outputs, asked.coordinate))
+    local = own(call, Placing(targets, outputs, asked.coordinate))
     return OpPlan(local, moves, outputs, normalized=local is not asked.op)
 
 

@@ -97,8 +97,6 @@ def _slice(
     return sizes, steps
 
 
-
-
 aten = torch.ops.aten
 VIEWS: dict[Op, Law] = {
     aten._unsafe_view.default: _of_dims(_view),

@@ -1,0 +1,123 @@
+"""Plans without sizes: a call of a new shape gives what plain torch gives, whatever came before it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise import DTensor, Partial, Replicate, Shard, current_world, distribute_tensor, init_device_mesh, sim
+from shardwise.sharding.spec import Spec, TensorMeta
+from shardwise.tensor import dispatch
+
+Tensor = torch.Tensor
+
+# Each takes x (a b) and y (a b); what depends on sizes in torch's own rules stands here on purpose.
+PROGRAMS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "relu": lambda x, y: torch.relu(x),
+    "add": lambda x, y: x + y,
+    "add a row": lambda x, y: x + y[:1],
+    "mm": lambda x, y: x @ y.t(),
+    "mean of all": lambda x, y: x.mean(),
+    "mean of a dim": lambda x, y: x.mean(0),
+    "sum, dims kept": lambda x, y: x.sum(1, keepdim=True),
+    "softmax": lambda x, y: torch.softmax(x, 0),
+    "layer norm": lambda x, y: F.layer_norm(x, x.shape[1:]),
+    "cat of the rows": lambda x, y: torch.cat([x, y]),
+    "cat of the columns": lambda x, y: torch.cat([x, y], 1),
+    "a slice": lambda x, y: x[:, 1:4],
+    "a slice of what is cut": lambda x, y: x[1:4],
+    "a column": lambda x, y: x[:, -1],
+    "flattened": lambda x, y: x.reshape(-1),
+    "split": lambda x, y: x.reshape(x.shape[0], -1, 1).sum(1),
+    "variance": lambda x, y: x.var(0, correction=0),
+    "in place": lambda x, y: x.clone().mul_(y),
+    "the largest": lambda x, y: x.amax(1),
+    "cumulated": lambda x, y: x.cumsum(0),
+    "padded": lambda x, y: F.pad(x, (1, 0)),
+    "stacked": lambda x, y: torch.stack([x, y]),
+    "chosen": lambda x, y: torch.where(x > 0, x, y),
+    "mse": lambda x, y: F.mse_loss(x, y),
+}
+LYING = [
+    (Shard(0), Replicate()),
+    (Shard(0), Shard(1)),
+    (Shard(1), Shard(1)),
+    (Partial(), Shard(0)),
+    (Shard(0), Partial()),
+]
+
+
+def lay(whole: Tensor, mesh, placements) -> DTensor:
+    cut = [Replicate() if role.is_partial() else role for role in placements]
+    made = distribute_tensor(whole, mesh, cut)
+    local = made.to_local()
+    for axis, role in enumerate(placements):
+        if role.is_partial() and mesh.get_local_rank(axis):
+            local = torch.zeros_like(local)
+    meta = made._spec.meta
+    return DTensor.from_local(local, mesh, placements, shape=meta.shape, stride=meta.stride, run_check=False)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_new_shapes_in_any_order_are_right(name) -> None:
+    draw = random.Random(name)
+    shapes = [(draw.choice([1, 2, 3, 4, 5, 8, 17]), draw.choice([1, 2, 4, 5, 6, 16])) for _ in range(7)]
+    trials = [(shape, placements) for placements in LYING for shape in shapes]
+
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        for seed, (shape, placements) in enumerate(trials):
+            torch.manual_seed(seed)
+            x, y = torch.randn(shape), torch.randn(shape)
+            found = PROGRAMS[name](lay(x, mesh, placements), lay(y, mesh, placements))
+            expected = PROGRAMS[name](x, y)
+            assert found.stride() == expected.stride(), (shape, placements)
+            assert torch.allclose(found.full_tensor(), expected, atol=1e-5), (shape, placements)
+
+    sim.run(program, 4)
+
+
+@pytest.mark.parametrize("name", ["relu", "add", "mm", "mean of a dim", "softmax", "layer norm", "cat of the rows"])
+def test_a_new_shape_is_planned_by_its_outline(name, monkeypatch) -> None:
+    prepared = []
+    prepare = dispatch.prepare
+    monkeypatch.setattr(dispatch, "prepare", lambda *call: prepared.append(str(call[1])) or prepare(*call))
+
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        other = distribute_tensor(torch.randn(40, 6), mesh, [Replicate()] * 2)
+        for rows in (40, 41, 42, 43):
+            x = distribute_tensor(torch.randn(rows, 6), mesh, [Shard(0), Replicate()])
+            prepared.clear()
+            PROGRAMS[name](x, other if name == "mm" else x)
+
+    sim.run(program, 4)
+    assert bool(prepared) is (dispatch.PLANS == 0)
+
+
+def test_two_operands_of_one_name_must_agree() -> None:
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        row = lambda size: distribute_tensor(torch.ones(size), mesh, [Shard(0)])  # noqa: E731
+        row(4) + row(4)
+        with pytest.raises(RuntimeError):
+            row(5) + row(6)
+
+    sim.run(program, 2)
+
+
+def test_a_likeness_says_nothing_of_sizes_but_one_and_none() -> None:
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        likeness = lambda *shape: Spec(mesh, (Shard(0),), TensorMeta.contiguous(shape, torch.float32)).likeness  # noqa: E731
+        assert likeness(2, 3) == likeness(7, 8)
+        assert (
+            len({likeness(2, 3), likeness(1, 3), likeness(0, 3), likeness(2, 1), likeness(2), likeness(2, 3, 4)}) == 6
+        )
+        assert current_world().size == 1
+
+    sim.run(program, 1)
