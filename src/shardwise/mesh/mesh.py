@@ -205,12 +205,16 @@ class DeviceMesh(Axes):
         ...     print(mesh["pp", "tp"], mesh["pp", "tp"].mesh.tolist())
         DeviceMesh('cpu', pp=2, tp=2) [[0, 1], [4, 5]]
         """
-        asked = tuple(mesh_dim_names) if isinstance(mesh_dim_names, list) else mesh_dim_names
         if is_dynamo_compiling():
-            _slice_ahead(current_world(), self, asked)
-            return cast(DeviceMesh, getattr(self, f"traced {asked}"))
-        found = self._cuts.get(asked)
-        return self._slice(asked) if found is None else found
+            _slice_ahead(current_world(), self, mesh_dim_names)
+            return cast(DeviceMesh, getattr(self, f"traced {mesh_dim_names}"))
+        try:
+            found = self._cuts[mesh_dim_names]
+        except (KeyError, TypeError):  # not asked before, or a list
+            found = None
+        if found is None:
+            found = self._slice(tuple(mesh_dim_names) if isinstance(mesh_dim_names, list) else mesh_dim_names)
+        return found
 
     def flatten(self, mesh_dim_name: str | None = None, backend_override: object = None) -> DeviceMesh:
         """All axes as one. The root mesh then knows it by its name, by default the names joined with ``_``.

@@ -156,6 +156,11 @@ class Spec:
         return all(placement.is_replicate() for placement in self.placements)
 
     @derived
+    def gradient_placements(self) -> tuple[Placement, ...]:
+        """How the gradient of such a tensor lies, unless it is said otherwise: pending axes are replicated."""
+        return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in self.placements)
+
+    @derived
     def likeness(self) -> tuple[object, ...]:
         """What this has in common with the specs that differ only in the sizes of dims of two elements and more."""
         meta = self.meta

@@ -21,15 +21,14 @@ DIMS = 64  # the most dims that a tensor of torch can have
 Coordinate = tuple[int, ...]
 
 
-def check_local_shape(local: torch.Tensor, spec: Spec) -> None:
-    """Raise `PlacementError` unless this rank's part has the shape that the spec gives it."""
-    coordinate = spec.mesh.get_coordinate()
-    if coordinate is None or tuple(local.shape) == spec.local_shape(coordinate):
+def check_local_shape(shape: tuple[int, ...], spec: Spec, coordinate: tuple[int, ...] | None) -> None:
+    """Raise `PlacementError` unless a part of ``shape`` is what the spec gives the rank at ``coordinate``."""
+    if coordinate is None or shape == spec.local_shape(coordinate):
         return
     raise PlacementError(
         message(
             "the local tensor is not this rank's part of the global one",
-            asked=f"from_local of {list(local.shape)} as {spec} on {spec.mesh}",
+            asked=f"from_local of {list(shape)} as {spec} on {spec.mesh}",
             got=f"at {coordinate} of the mesh the part must have the shape {list(spec.local_shape(coordinate))}",
             do="give the shape= of the global tensor, whose parts follow the rule of torch.chunk; or, for parts of "
             "other sizes, RaggedShard(dim, sizes), or run_check=True, which asks every rank for its sizes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from shardwise.sharding.spec import Spec, TensorMeta, check_sizes, dense, normal
 from shardwise.tensor import agree, dispatch
 
 Placements = Sequence[Placement]
+PARTS = 16384  # of how many parts it is remembered what they are parts of
 ROADS = 4096  # how many ways around an impossible view a rank remembers
 
 
@@ -115,15 +117,9 @@ class DTensor(torch.Tensor):
         if run_check:
             spec = agree.agreed(local_tensor, mesh, own, shape, stride)
         else:
-            spec = Spec(mesh, own, _global_meta(local_tensor, mesh, own, shape, stride))
-            check_sizes(spec)
-            agree.check_local_shape(local_tensor, spec)
-        back = _gradient_placements(spec) if grad_placements is None else normalize(grad_placements, mesh, spec.ndim)
-        _check_gradient(spec, back)
-        part = spec.meta.lay_out(local_tensor.resolve_conj().resolve_neg())
-        if not (torch.is_grad_enabled() and local_tensor.requires_grad):
-            return DTensor._wrap(part.detach() if part.requires_grad else part, spec)
-        return cast(DTensor, _FromLocal.apply(part, spec, back))  # type: ignore[no-untyped-call]
+            whole = None if shape is None else tuple(shape), None if stride is None else tuple(stride)
+            spec = _spec_of_part(TensorMeta.of(local_tensor), mesh, own, *whole, mesh.get_coordinate())
+        return _of_part(local_tensor, spec, grad_placements)
 
     def to_local(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """This rank's part, as a plain tensor; differentiable.
@@ -134,9 +130,7 @@ class DTensor(torch.Tensor):
         if not (torch.is_grad_enabled() and self.requires_grad):
             return self._local_tensor
         spec = self._spec
-        back = (
-            _gradient_placements(spec) if grad_placements is None else normalize(grad_placements, spec.mesh, spec.ndim)
-        )
+        back = spec.gradient_placements if grad_placements is None else normalize(grad_placements, spec.mesh, spec.ndim)
         return cast(torch.Tensor, _ToLocal.apply(self, back))  # type: ignore[no-untyped-call]
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
@@ -261,7 +255,7 @@ class DTensor(torch.Tensor):
         return DTensor._wrap(inner["_local_tensor"], spec, requires_grad)
 
     def __coerce_tangent_metadata__(self) -> DTensor:
-        return self.redistribute(placements=_gradient_placements(self._spec))
+        return self.redistribute(placements=self._spec.gradient_placements)
 
     def __coerce_same_metadata_as_tangent__(self, context: tuple[Spec, bool], expected_type: Any = None) -> DTensor:
         return self.redistribute(placements=context[0].placements)
@@ -305,22 +299,45 @@ def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
     return found
 
 
-def _gradient_placements(spec: Spec) -> tuple[Placement, ...]:
-    return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in spec.placements)
+def _of_part(local: torch.Tensor, spec: Spec, grad_placements: Placements | None) -> DTensor:
+    if grad_placements is None:
+        back = spec.gradient_placements
+    else:
+        back = normalize(grad_placements, spec.mesh, spec.ndim)
+        _check_gradient(spec, back)
+    part = spec.meta.lay_out(local.resolve_conj().resolve_neg())
+    if not (torch.is_grad_enabled() and local.requires_grad):
+        return DTensor._wrap(part.detach() if part.requires_grad else part, spec)
+    return cast(DTensor, _FromLocal.apply(part, spec, back))  # type: ignore[no-untyped-call]
+
+
+@lru_cache(maxsize=PARTS)
+def _spec_of_part(
+    part: TensorMeta,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...] | None,
+    stride: tuple[int, ...] | None,
+    coordinate: tuple[int, ...] | None,
+) -> Spec:
+    """The spec of a tensor of which the rank at ``coordinate`` holds ``part``."""
+    spec = Spec(mesh, placements, _global_meta(part, mesh, placements, shape, stride))
+    check_sizes(spec)
+    agree.check_local_shape(part.shape, spec, coordinate)
+    return spec
 
 
 def _global_meta(
-    local: torch.Tensor | TensorMeta,
+    own: TensorMeta,
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
 ) -> TensorMeta:
     if shape is not None and stride is not None:
-        return TensorMeta(tuple(shape), tuple(stride), local.dtype)
+        return TensorMeta(tuple(shape), tuple(stride), own.dtype)
     if shape is not None:
-        return TensorMeta.contiguous(tuple(shape), local.dtype)
-    own = local if isinstance(local, TensorMeta) else TensorMeta.of(local)
+        return TensorMeta.contiguous(tuple(shape), own.dtype)
     sizes, strides = list(own.shape), list(own.stride)
     ragged = {cut.dim: sum(cut.sizes) for cut in placements if isinstance(cut, RaggedShard)}
     if ragged:
@@ -330,7 +347,7 @@ def _global_meta(
             grown = strides[placement.dim]
             strides = [step * parts if step > grown else step for step in strides]
             sizes[placement.dim] *= parts
-    return TensorMeta(tuple(sizes), dense(sizes, strides) if ragged else tuple(strides), local.dtype)
+    return TensorMeta(tuple(sizes), dense(sizes, strides) if ragged else tuple(strides), own.dtype)
 
 
 def _arrived(local: torch.Tensor) -> torch.Tensor:
@@ -340,7 +357,7 @@ def _arrived(local: torch.Tensor) -> torch.Tensor:
 
 def _check_gradient(spec: Spec, back: tuple[Placement, ...]) -> None:
     coordinate = spec.mesh.get_coordinate()
-    if coordinate is None or back == _gradient_placements(spec):
+    if coordinate is None or back == spec.gradient_placements:
         return
     if spec.with_placements(back).local_shape(coordinate) != spec.local_shape(coordinate):
         raise PlacementError(
@@ -405,7 +422,7 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: DTensor, goal: Spec, async_op: bool, dtype: torch.dtype) -> DTensor:
         spec = source._spec
-        ctx.mesh, ctx.back, ctx.dtype, ctx.source_dtype = spec.mesh, _gradient_placements(spec), dtype, source.dtype
+        ctx.mesh, ctx.back, ctx.dtype, ctx.source_dtype = spec.mesh, spec.gradient_placements, dtype, source.dtype
         return _moved(source, goal, async_op)
 
     @staticmethod
@@ -461,10 +478,12 @@ def _keep_call(mesh: DeviceMesh, run_check: bool, shape: int | None, stride: int
         asked_shape = None if shape is None else asked[:shape]
         asked_stride = None if stride is None else asked[len(asked) - stride :]
         placed = normalize(tuple(own or [Replicate()] * mesh.ndim), mesh, local.ndim)
-        meta = _global_meta(TensorMeta(size, step, local.dtype), mesh, placed, asked_shape, asked_stride)
-        return DTensor.from_local(
-            local, mesh, placed, run_check=run_check, shape=meta.shape, stride=meta.stride, grad_placements=back
-        )
+        part = TensorMeta(size, step, local.dtype)
+        if run_check:
+            spec = agree.agreed(local, mesh, placed, asked_shape, asked_stride)
+        else:
+            spec = _spec_of_part(part, mesh, placed, asked_shape, asked_stride, mesh.get_coordinate())
+        return _of_part(local, spec, back)
 
     key = f"traced from_local {own} {back} {shape} {stride} {run_check}"
     mesh.__dict__.setdefault(key, torch.compiler.allow_in_graph(from_local))  # an attribute, which a guard can name
