@@ -141,6 +141,7 @@ MEMORIES = {
     ("redistribute.steps", "is_even"),
     ("redistribute.steps", "largest_nbytes"),
     ("redistribute.cost", "_figures"),
+    ("tensor.dtensor", "_spec_of_part"),
     ("redistribute.shards", "_is_between"),
     ("redistribute.search", "_ways"),
     ("redistribute.search", "_all_ways"),

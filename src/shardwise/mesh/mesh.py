@@ -212,9 +212,7 @@ class DeviceMesh(Axes):
             found = self._cuts[mesh_dim_names]
         except (KeyError, TypeError):  # not asked before, or a list
             found = None
-        if found is None:
-            found = self._slice(tuple(mesh_dim_names) if isinstance(mesh_dim_names, list) else mesh_dim_names)
-        return found
+        return self._slice(mesh_dim_names) if found is None else found
 
     def flatten(self, mesh_dim_name: str | None = None, backend_override: object = None) -> DeviceMesh:
         """All axes as one. The root mesh then knows it by its name, by default the names joined with ``_``.
@@ -449,15 +447,15 @@ class DeviceMesh(Axes):
             found = self._cuts[name, part] = self._cut([part], None if name is None else (name,))
         return found
 
-    def _slice(self, asked: str | tuple[str, ...]) -> DeviceMesh:
-        names = asked if isinstance(asked, tuple) else (asked,)
+    def _slice(self, asked: str | Sequence[str]) -> DeviceMesh:
+        names = tuple(asked) if isinstance(asked, (list, tuple)) else (asked,)
         parts = [self._part(name) for name in names]
         if len(names) == 1 and names[0] not in self._named:
             return self._cut_flattened(names[0], parts[0])
         check_slice(repr(self), self._named, self.layout, names, parts)
         made = self._cut(parts, names)
         if all(name in self._named for name in names):
-            self._cuts[asked] = made
+            self._cuts[names if isinstance(asked, list) else asked] = made
         return made
 
     def _part(self, name: str) -> Part:

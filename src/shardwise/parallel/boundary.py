@@ -1,19 +1,63 @@
-"""Where plain tensors become distributed and distributed ones plain: the inputs and outputs of one module."""
+"""Where plain tensors become distributed and distributed ones plain: the inputs and outputs of one module.
+
+Modules side by side (the gate and the way up of an MLP; queries, keys and values) take the same tensor. What entered
+last and enters again in the same way is the same distributed tensor: it moves once, and its gradients are summed before
+they move. That hangs on the order of the calls alone, so it is alike on all ranks.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from shardwise.errors import ParallelPlanError, PlacementError, message
 from shardwise.mesh.mesh import DeviceMesh
+from shardwise.mesh.world import current_world
 from shardwise.sharding.placement import Cut, Placement
 from shardwise.tensor.dtensor import DTensor
 
 Layouts: TypeAlias = Placement | Sequence[Placement | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A tensor that entered, in what way, and as what; the versions tell whether either was written to since."""
+
+    source: weakref.ref[torch.Tensor]
+    way: tuple[object, ...]
+    result: DTensor
+    versions: tuple[int, int]
+
+    def is_of(self, x: torch.Tensor, way: tuple[object, ...]) -> bool:
+        """Whether ``x`` entering that way is this."""
+        return self.source() is x and self.way == way and self.versions == (x._version, self.result._version)
+
+
+def carry_in(
+    x: torch.Tensor, mesh: DeviceMesh, given: Placement, needed: Placement | None, features: int | None = None
+) -> DTensor:
+    """`enter`, then `place`; once for what enters several times in a row."""
+    if is_dynamo_compiling() or x.is_inference():
+        return place(enter(x, mesh, given, features), needed)
+    memory = current_world().memory
+    last: Crossing | None = memory.get("entered")
+    way = (mesh, given, needed, features, torch.is_grad_enabled())
+    if last is not None and last.is_of(x, way):
+        return last.result
+    result = place(enter(x, mesh, given, features), needed)
+    if result is not x and result._local_tensor is not x:  # else nothing is gained, and it would live on
+
+        def forget(source: object) -> None:
+            if (known := memory.get("entered")) is not None and known.source is source:
+                del memory["entered"]
+
+        memory["entered"] = Crossing(weakref.ref(x, forget), way, result, (x._version, result._version))
+    return result
 
 
 def enter(x: torch.Tensor, mesh: DeviceMesh, layout: Placement, features: int | None = None) -> DTensor:
@@ -104,4 +148,6 @@ def _carry(item: object, mesh: DeviceMesh, given: Placement | None, desired: Pla
                 do="give None as the layout of this input or output",
             )
         )
+    if not local:
+        return carry_in(item, mesh, given, desired)
     return leave(enter(item, mesh, given), desired, local)

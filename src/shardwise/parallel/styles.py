@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.errors import ParallelPlanError, message
 from shardwise.mesh.mesh import DeviceMesh
-from shardwise.parallel.boundary import Boundary, Layouts, enter, leave, place, place_each, place_named
+from shardwise.parallel.boundary import Boundary, Layouts, carry_in, leave, place_each, place_named
 from shardwise.parallel.parameters import distribute_parameters
 from shardwise.sharding.placement import Placement, Replicate, Shard
 from shardwise.tensor.dtensor import DTensor
@@ -298,7 +298,7 @@ def _hooked(module: nn.Module, flow: Flow) -> nn.Module:
     features = module.in_features if isinstance(module, nn.Linear) else None
 
     def entering(item: torch.Tensor) -> DTensor:
-        return place(enter(item, flow.mesh, flow.given, features), flow.needed)
+        return carry_in(item, flow.mesh, flow.given, flow.needed, features)
 
     def before(
         module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
