@@ -104,7 +104,7 @@ def test_every_pass_gives_its_own_gradient() -> None:
 @pytest.mark.world(2)
 def test_what_entered_is_not_kept_alive() -> None:
     parallel, _ = twins(Gated, PLAN, line())
-    x = tensor(3, 4).requires_grad_()
+    x = tensor(3, 4).requires_grad_() * 2
     parallel.gate(x)
     assert "entered" in current_world().memory
     dead = weakref.ref(x)
