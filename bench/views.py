@@ -5,11 +5,13 @@ python bench/views.py [--calls 2000]
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import click
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
@@ -41,25 +43,27 @@ def microseconds(view: Callable[[torch.Tensor], object], x: torch.Tensor, calls:
     return best * 1e6
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--calls", type=int, default=2000)
-    calls = parser.parse_args().calls
+@click.command()
+@click.option("--calls", default=2000, show_default=True, help="How many calls a run has.")
+@click.option("--json", "target", type=click.Path(path_type=Path), help="Write the rows to this file.")
+def main(calls: int, target: Path | None) -> None:
+    """Print the microseconds of each view on both implementations, and their ratio."""
     torch.set_num_threads(1)
     os.environ.update(RANK="0", WORLD_SIZE="4")
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     dense = torch.randn(8, 16, 64)
-    pair = []
+    pair, rows = [], []
     for library in (ours, theirs):
         make = ours.init_device_mesh if library is ours else dist.init_device_mesh
         mesh = make("cpu", (4,), mesh_dim_names=("x",))
         pair.append(library.DTensor.from_local(dense[:2].clone(), mesh, [library.Shard(0)]))
-    print(f"{'view':14} {'ours':>8} {'torch':>8} {'ratio':>7}")
     with torch.no_grad():
         for name, view in VIEWS.items():
             mine, other = (microseconds(view, x, calls) for x in pair)
-            print(f"{name:14} {mine:8.2f} {other:8.2f} {mine / other:7.2f}")
-    dist.destroy_process_group()
+            rows.append({"name": name, "unit": "us", "ours": mine, "theirs": other})
+            click.echo(f"{name:14} shardwise {mine:8.2f} us   torch {other:8.2f} us   ratio {mine / other:5.2f}")
+    if target:
+        target.write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":

@@ -102,13 +102,38 @@ def _dtype(op: Op, args: Args, kwargs: Kwargs) -> torch.dtype | None:
     except TypeError:  # an argument that cannot be remembered
         return None
     if found is None:
-        answer = ask_torch(op, args, kwargs)[0]
-        if answer is None:
+        found = _tried_dtype(op, args, kwargs)
+        if found is None:
             return None
         if len(known) >= DTYPES:
             known.clear()
-        found = known[key] = answer.dtype
+        known[key] = found
     return found
+
+
+def _tried_dtype(op: Op, args: Args, kwargs: Kwargs) -> torch.dtype | None:
+    """The dtype that the operator gives for tensors of one element.
+
+    On the CPU, if it has a kernel for them: many meta kernels of pointwise operators load all of torch.compile first.
+    """
+    if not signature(op).is_random:
+        given = {name: _one_element(item) for name, item in kwargs.items() if name not in ("device", "pin_memory")}
+        try:
+            result = op(*[_one_element(item) for item in args], **given)
+        except (RuntimeError, NotImplementedError, ZeroDivisionError):
+            result = None
+        if isinstance(result, torch.Tensor):
+            return result.dtype
+    answer = ask_torch(op, args, kwargs)[0]
+    return None if answer is None else answer.dtype
+
+
+def _one_element(argument: object) -> object:
+    if isinstance(argument, TensorMeta):
+        return torch.ones((1,) * len(argument.shape), dtype=argument.dtype, device="cpu")
+    if isinstance(argument, (list, tuple)):
+        return [_one_element(item) for item in argument]
+    return argument
 
 
 def _kinds(args: Sequence[object]) -> tuple[object, ...]:
