@@ -17,7 +17,7 @@ from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import current_world
 from shardwise.redistribute.planner import plan, price, rough
 from shardwise.redistribute.steps import Step
-from shardwise.rules.equation import Strategy
+from shardwise.rules.equation import Sizes, Strategy
 from shardwise.rules.images import Image
 from shardwise.rules.rule import Call, Choices, Local, Placing, Rule, called, choices, resolve
 from shardwise.rules.table import lookup, make_call, out_of_place
@@ -241,18 +241,14 @@ def _choose(
     current = list(asked.specs)
     sizes = ways.sizes
     for axis, parts in enumerate(asked.mesh.shape):
-        all_ways = [
-            (label, variant)
-            for label in ways.labels
-            if (strategy := ways.strategy(label, parts, sizes)) is not None
-            for variant in _variants(label, strategy, current, axis, ways, call)
-            if not whole or all(role is None or role.is_replicate() for role in variant.inputs)
-        ]
-        allowed = [way for way in all_ways if _keeps(way[1], current, axis, written)]
-        pick = next((way for way in allowed if _moves_nothing(way[1], current, axis)), None)
+        ways_here = _ways(ways, parts, sizes, current, axis, call, whole)
+        kept = (way for way in ways_here if _keeps(way[1], current, axis, written))
+        pick = next((way for way in kept if _moves_nothing(way[1], current, axis)), None)
         if pick is None and (free or rule.expand is not None):
             return None
         if pick is None:
+            all_ways = list(_ways(ways, parts, sizes, current, axis, call, whole))
+            allowed = [way for way in all_ways if _keeps(way[1], current, axis, written)]
             pick = _cheapest(allowed, current, axis, viewed)
         if pick is None:
             raise _refusal(asked, axis, all_ways, allowed, viewed)
@@ -260,6 +256,18 @@ def _choose(
         current = _after(current, axis, pick[1].inputs)
         sizes = ways.after(pick[0], parts, sizes)
     return chosen
+
+
+def _ways(
+    ways: Choices, parts: int, sizes: Sizes, current: Specs, axis: int, call: Call, whole: bool
+) -> Iterator[Chosen]:
+    """Every strategy that the sizes allow on ``axis``, under its label."""
+    for label in ways.labels:
+        strategy = ways.strategy(label, parts, sizes)
+        if strategy is not None:
+            for variant in _variants(label, strategy, current, axis, ways, call):
+                if not whole or all(role is None or role.is_replicate() for role in variant.inputs):
+                    yield label, variant
 
 
 def _operands_at(call: Call, asked: Asked, places: tuple[int, ...]) -> tuple[int, ...]:
