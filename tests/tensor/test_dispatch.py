@@ -119,6 +119,29 @@ def test_plans_are_remembered_for_a_rank_and_bounded() -> None:
     assert sim.run(body, 2) == [0, 0]
 
 
+def test_numbers_that_change_at_each_step_need_no_plans_of_their_own() -> None:
+    """Only the sign of a number, and whether it is 0 or not finite, can say how a pending reduction passes."""
+
+    def body():
+        made = distribute_tensor(torch.arange(1.0, 5.0), line(), [Shard(0)])
+        pending, sizes = DTensor.from_local(torch.ones(4), line(), [Partial("max")]), []
+        for number in (1.5, -2.5, 0.0, 2.5, math.inf, -1.5):
+            dense = torch.arange(1.0, 5.0)
+            for x, whole in ((made.clone(), dense.clone()), (pending, torch.ones(4))):
+                torch.testing.assert_close((x * number).full_tensor(), whole * number)
+                torch.testing.assert_close((x + number).full_tensor(), whole + number)
+                torch.testing.assert_close(torch.sub(x, x, alpha=number).full_tensor(), whole - number * whole)
+            for place in range(2):
+                torch._foreach_div_([x := made.clone(), made.clone()], [number, number + place])
+                torch.testing.assert_close(x.full_tensor(), dense / number)
+            sizes.append(len(current_world().memory["plans"]))
+        return sizes
+
+    for sizes in sim.run(body, 2):
+        assert sizes[3] == sizes[2], "a second positive number"
+        assert sizes[5] == sizes[4], "a second negative number"
+
+
 def test_a_new_rule_voids_what_was_planned() -> None:
     def body():
         x = distribute_tensor(torch.arange(4.0), line(1), [Shard(0)])

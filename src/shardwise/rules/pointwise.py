@@ -53,6 +53,8 @@ def _sign(number: Number) -> int:
 
 def once(call: Call, placing: Placing) -> Callable[..., object]:
     """A number is added to a pending sum by one rank: for the others it is 0."""
+    if not placing.is_pending():
+        return call.op
     run = called(call.op)
     if placing.adds():
         return run
@@ -143,6 +145,11 @@ def each(names: str, meaning: str) -> dict[str, str | Meaning | Rule]:
     return dict.fromkeys(names.split(), meaning)
 
 
+def of_sign(meaning: Meaning) -> Rule:
+    """A ``meaning`` that asks no more of a float than its sign, and whether it is 0 or not finite."""
+    return Rule(meaning, loose=True)
+
+
 RULES: dict[str, str | Meaning | Rule] = {
     **each(SAME, "same(...) -> ..."),
     **each(LINEAR_AND_RISING, "+(...) -> ..."),
@@ -159,39 +166,39 @@ RULES: dict[str, str | Meaning | Rule] = {
     "floor_divide.Scalar": "f(...) -> ...",
     "_to_copy": cast,
     "copy": copied,
-    "fill.Scalar": filled,
+    "fill.Scalar": of_sign(filled),
     "fill.Tensor": "... + ... -> ...",
-    "add.Tensor": added,
-    "add.Scalar": shifted,
-    "sub.Tensor": added,
-    "sub.Scalar": shifted,
+    "add.Tensor": of_sign(added),
+    "add.Scalar": of_sign(shifted),
+    "sub.Tensor": of_sign(added),
+    "sub.Scalar": of_sign(shifted),
     "rsub.Tensor": "... + ... -> ...",
-    "rsub.Scalar": subtracted_from,
+    "rsub.Scalar": of_sign(subtracted_from),
     "complex": "... + ... -> ...",
     "mul.Tensor": "... * ... -> ...",
-    "mul.Scalar": scaled(),
+    "mul.Scalar": of_sign(scaled()),
     "native_dropout_backward": "... * ... -> ...",
-    "div.Tensor": Rule(quotient, loose=True),
-    "div.Scalar": divided_by_number,
+    "div.Tensor": of_sign(quotient),
+    "div.Scalar": of_sign(divided_by_number),
     "div.Tensor_mode": divided,
-    "div.Scalar_mode": divided_by_number,
+    "div.Scalar_mode": of_sign(divided_by_number),
     "ldexp.Tensor": "... / ... -> ...",
     "addcmul": "... + ... * ... -> ...",
     "addcdiv": "... + ... / ... -> ...",
     "lerp.Scalar": "... + ... -> ...",
     "lerp.Tensor": "... + ... / ... -> ...",
     "where.self": chosen,
-    "masked_fill.Scalar": masked,
+    "masked_fill.Scalar": of_sign(masked),
     "masked_fill.Tensor": "... * ... + ... -> ...",
-    "clamp": clamped,
-    "clamp_min": clamped,
-    "clamp_max": clamped,
+    "clamp": of_sign(clamped),
+    "clamp_min": of_sign(clamped),
+    "clamp_max": of_sign(clamped),
     "clamp.Tensor": "f(..., ..., ...) -> ...",
     "clamp_min.Tensor": "f(..., ...) -> ...",
     "clamp_max.Tensor": "f(..., ...) -> ...",
     "hardtanh": clamped,
     "threshold": threshold,
-    "leaky_relu": leaky,
+    "leaky_relu": of_sign(leaky),
     "elu": exponential_unit,
     "celu": exponential_unit,
     "softplus": soft,

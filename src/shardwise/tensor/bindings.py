@@ -44,6 +44,11 @@ def direct(op: torch._ops.OpOverload) -> Callable[..., object]:
     >>> direct(torch.ops.aten.relu.default)(torch.tensor([-1.0, 2.0]))
     tensor([0., 2.])
     """
-    if op.namespace != "aten" or op._overloadname.endswith("out"):
+    if op.namespace != "aten" or op._overloadname.endswith("out") or _takes_alpha(op):
         return op._op
     return BINDINGS.get(op._schema.name.removeprefix("aten::"), op._op)
+
+
+def _takes_alpha(op: torch._ops.OpOverload) -> bool:
+    """Whether a number stands last in the arguments that a binding takes by name only."""
+    return any(argument.name == "alpha" and not argument.kwarg_only for argument in op._schema.arguments)

@@ -140,11 +140,12 @@ def _local(argument: Any, kind: Any, key: list[Any], loose: bool) -> Any:
             else:
                 items.append(_local(item, kind, key, loose))
         return items
-    if cls in NUMBERS:
+    if cls is float and loose and argument and isfinite(argument):
+        key.append("+" if argument > 0 else "-")
+    elif cls in NUMBERS:
         # 1, 1.0 and True are equal as keys, and not the same to an operator
         key.append(cls)
-        if not (loose and cls is float and isfinite(argument) and argument):
-            key.append(argument)
+        key.append(argument)
     elif isinstance(argument, torch.Tensor):
         return _local_of(argument, kind, key)
     else:

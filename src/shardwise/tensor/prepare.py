@@ -141,7 +141,7 @@ def fitted(outline: Outline, kind: Any, op: Op, args: Args, kwargs: Kwargs, spec
 
 
 def reads_no_numbers(op: Op) -> bool:
-    """Whether plans for ``op`` are the same for all its floats, but 0 and those that are not finite."""
+    """Whether plans for ``op`` are the same for all floats of one sign, but 0 and those that are not finite."""
     rule = lookup(foreach_base(op) or op)
     if rule is None or rule.local is not None or rule.expand is not None:
         return False
