@@ -119,6 +119,24 @@ def test_plans_are_remembered_for_a_rank_and_bounded() -> None:
     assert sim.run(body, 2) == [0, 0]
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_a_pending_factor_of_a_list_is_reduced_for_the_entries_that_need_it(order) -> None:
+    """A whole entry may be multiplied by what is pending; a pending one may not, nor be added to a whole one in place."""
+
+    def body():
+        mesh = line()
+        part = torch.full((2,), 1.0 + mesh.get_local_rank())
+        factor, pending = (DTensor.from_local(x, mesh, [Partial()]) for x in (part[0], part))
+        whole, cut = (distribute_tensor(torch.ones(2), mesh, [how]) for how in (Replicate(), Shard(0)))
+        entries = [(pending, whole, cut)[place] for place in order]
+        products = torch._foreach_mul(entries, factor)
+        torch._foreach_add_(written := [x.clone() for x in entries], factor)
+        return [x.full_tensor()[0].item() for x in (*products, *written)]
+
+    for found in sim.run(body, 2):
+        assert found == [(9, 3, 3)[place] for place in order] + [(6, 4, 4)[place] for place in order]
+
+
 def test_numbers_that_change_at_each_step_need_no_plans_of_their_own() -> None:
     """Only the sign of a number, and whether it is 0 or not finite, can say how a pending reduction passes."""
 

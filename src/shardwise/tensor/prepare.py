@@ -28,6 +28,7 @@ from shardwise.tensor.rng import draws, plan_random
 from shardwise.tensor.signature import Signature, signature
 
 Place = tuple[int | str, int]
+Move = tuple[Place, Spec, tuple[Step, ...]]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -47,7 +48,7 @@ class Ready:
     """
 
     local: Callable[..., Any]
-    moves: tuple[tuple[Place, Spec, tuple[Step, ...]], ...]
+    moves: tuple[Move, ...]
     outputs: tuple[Spec | None, ...]
     returns: str
     written: tuple[Place, ...] = ()
@@ -402,7 +403,8 @@ def _prepare_foreach(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Calla
     ]
     if any(ready is not None and _stands_apart(ready) for ready in each):
         return Ready(op, (), (), traits.returns, each=True)
-    moves: list[tuple[Place, Spec, tuple[Step, ...]]] = []
+    moves: list[Move] = []
+    common: list[list[Move]] = [[] for _ in entries]
     outputs: list[Spec | None] = []
     for entry, ready in enumerate(each):
         outputs.extend([None] if ready is None else ready.outputs)
@@ -412,7 +414,9 @@ def _prepare_foreach(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Calla
             given = args[position] if position < len(args) else kwargs[traits.names[position]]
             if isinstance(given, (list, tuple)):
                 moves.append(((stands, entry), source, steps))
-            elif entry == 0:  # one for all entries
-                moves.append(((stands, -1), source, steps))
+            else:
+                common[entry].append(((stands, -1), source, steps))
+    if any(other != common[0] for other in common):  # what is one for all entries cannot lie in two ways
+        return Ready(op, (), (), traits.returns, each=True)
     written = tuple((position, entry) for position in traits.written for entry in range(len(entries)))
-    return Ready(direct(op), tuple(moves), tuple(outputs), traits.returns, written)
+    return Ready(direct(op), (*common[0], *moves) if common else (), tuple(outputs), traits.returns, written)
