@@ -121,7 +121,7 @@ def test_plans_are_remembered_for_a_rank_and_bounded() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
 def test_a_pending_factor_of_a_list_is_reduced_for_the_entries_that_need_it(order) -> None:
-    """A whole entry may be multiplied by what is pending; a pending one may not, nor be added to a whole one in place."""
+    """A whole entry may be multiplied by what is pending; a pending one may not."""
 
     def body():
         mesh = line()

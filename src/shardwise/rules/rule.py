@@ -93,7 +93,7 @@ class Rule:
                  arguments in schema order: where there is no meaning, or where every strategy would have to communicate
     ``image``    given the arguments, where the elements of any part of operand 0 go: for parts that no equation cuts
     ``out``      how many of the last operands are what the outputs are written to: they lie as the outputs do
-    ``loose``    a meaning that is a function says the same for all floats of one sign, but 0 and those that are not finite
+    ``loose``    a meaning that is a function says the same for all finite floats of one sign (0 has none)
     ``in_place`` the first output is operand 0 written over: the two lie alike
     ``measured`` what comes out is known only once it is there (how many elements are not zero, say): every operand is
                  whole, and so is every result, whose shape is measured

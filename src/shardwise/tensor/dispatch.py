@@ -53,7 +53,7 @@ class Plans(dict[Any, Ready]):
     __slots__ = ("__weakref__", "loose", "outlines")
 
     def __init__(self) -> None:
-        self.loose: dict[Op, bool] = {}
+        self.loose: dict[Any, bool] = {}
         self.outlines: dict[Any, Outline] = {}
         void_when_rules_change(self)
 
@@ -85,10 +85,11 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run ``op`` on arguments of which some are distributed tensors of the class ``kind``."""
     memory = current_world().memory
     plans = memory["plans"] if "plans" in memory else _plans()
-    loose = plans.loose.get(op)
+    named = op._op  # a builtin: the overload around it is hashed by Python code
+    loose = plans.loose.get(named)
     if loose is None:
-        loose = plans.loose[op] = reads_no_numbers(op)
-    key: list[Any] = [op]
+        loose = plans.loose[named] = reads_no_numbers(op)
+    key: list[Any] = [named]
     local_args: list[Any] = []
     for argument in args:
         if argument.__class__ is kind:
@@ -97,6 +98,9 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Any:
         elif argument is None:
             key.append(None)
             local_args.append(None)
+        elif loose and argument.__class__ is float and argument and isfinite(argument):
+            key.append("+" if argument > 0 else "-")
+            local_args.append(argument)
         else:
             local_args.append(_local(argument, kind, key, loose))
     local_kwargs = {}
@@ -118,6 +122,9 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Any:
         if ready.row_major is not None and result.is_contiguous() is not ready.row_major:
             result = ready.wraps.meta.lay_out(result)
         return kind._wrap(result, ready.wraps)
+    if ready.in_place:
+        ready.local(*local_args, *ready.tail, **local_kwargs)
+        return args[0]
     return _run(kind, op, args, kwargs, ready, local_args, local_kwargs)
 
 
@@ -189,7 +196,7 @@ def ready_for(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Ready:
     """What is ready for a call: remembered, or prepared now."""
     plans = _plans()
     loose = reads_no_numbers(op)
-    key: list[Any] = [op]
+    key: list[Any] = [op._op]
     for argument in args:
         _local(argument, kind, key, loose)
     for name, argument in kwargs.items():

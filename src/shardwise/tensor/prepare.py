@@ -39,7 +39,7 @@ class Ready:
 
     ``wraps`` is the spec of the result where that is one tensor, nothing moves and nothing is written: the quick way,
     with ``tail`` after the arguments. ``row_major`` says whether that result is contiguous; None for a view, which lies
-    as what it is a view of.
+    as what it is a view of. ``in_place`` is as quick: nothing moves, the result is the first argument, written over.
     Where ``measured`` is a mesh, the results are whole on it, of whatever shape they come. A plan that does not last is
     made anew for each call.
     ``expand`` and ``each`` stand in place of all the rest: the operator in terms of others, or entry by entry.
@@ -61,6 +61,7 @@ class Ready:
     lasts: bool = True
     tail: tuple[Any, ...] = ()
     row_major: bool | None = None
+    in_place: bool = False
     views: bool = False
     outline: Outline | None = None
 
@@ -142,7 +143,7 @@ def fitted(outline: Outline, kind: Any, op: Op, args: Args, kwargs: Kwargs, spec
 
 
 def reads_no_numbers(op: Op) -> bool:
-    """Whether plans for ``op`` are the same for all floats of one sign, but 0 and those that are not finite."""
+    """Whether plans for ``op`` are the same for all finite floats of one sign (0 has none)."""
     rule = lookup(foreach_base(op) or op)
     if rule is None or rule.local is not None or rule.expand is not None:
         return False
@@ -178,6 +179,7 @@ def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, a
     in_order = not (plan.normalized and kwargs)
     wraps = plan.outputs[0] if traits.returns == "tensor" and in_order and not (moves or written) else None
     tail = traits.defaults[len(args) :] if plan.normalized else ()
+    over_the_first = written == ((0, -1),) and traits.returns == "tensor"
     return Ready(
         local,
         moves,
@@ -189,6 +191,7 @@ def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, a
         relabels=traits.relabels,
         tail=tail,
         row_major=None if wraps is None or traits.is_view else wraps.meta.row_major,
+        in_place=over_the_first and in_order and not (moves or traits.relabels),
         views=traits.is_view,
     )
 
