@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from shardwise.rules.empty import zeros
 from shardwise.rules.parts import settled
 from shardwise.rules.pattern import along, named, text, wrap
-from shardwise.rules.rule import Call, Placing, Rule, called
+from shardwise.rules.rule import Call, Placing, Rule
 from shardwise.sharding.spec import TensorMeta
 
 aten = torch.ops.aten
@@ -173,21 +174,21 @@ def extremes(x: TensorMeta, dim: int | None = None, keepdim: bool = False) -> st
     return Rule(meaning, expand=least_and_most) if 0 not in x.shape else meaning
 
 
-def mean_locally(call: Call, _placing: Placing) -> Callable[..., object]:
+def mean_locally(call: Call, placing: Placing) -> Callable[..., object]:
     """The mean of uneven parts is not the mean of their means: each counts for its share of the whole."""
-    run = called(call.op)
     x, *rest = call.args
     dims = dims_of(x, rest[0] if len(rest) > 1 else None)
-    count = math.prod(x.shape[dim] for dim in dims)
+    shape = placing.input_shape()
+    held, count = (math.prod(sizes[dim] for dim in dims) for sizes in (shape, x.shape))
+    if held == count:
+        return call.op
+    if not held:
+        return zeros(call, placing)
+    share = held / count
 
-    def mean(local: torch.Tensor, *rest: object) -> object:
-        held = math.prod(local.shape[dim] for dim in dims)
-        if held == count:
-            return run(local, *rest)
-        if held:
-            return run(local, *rest) * (held / count)
-        dim, keepdim, dtype = rest if len(rest) > 1 else (None, False, rest[0])
-        return aten.sum.dim_IntList(local, dim, keepdim, dtype=dtype)
+    def mean(local: torch.Tensor, *rest: object) -> torch.Tensor:
+        *dim_and_keepdim, dtype = rest
+        return torch.mean(local, *dim_and_keepdim, dtype=dtype).mul_(share)  # type: ignore[call-overload, no-any-return]
 
     return mean
 
@@ -199,7 +200,7 @@ def filling(value: Callable[[torch.dtype], Number]) -> Callable[[Call, Placing],
         meta = call.outputs[0]
         assert meta is not None, call
         if not placing.is_pending() or all(placing.input_shape()):
-            return called(call.op)
+            return call.op
         shape, dtype = placing.output_shape(), meta.dtype
         return lambda x, *rest: torch.full(shape, value(dtype), dtype=dtype, device=x.device)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardwise.rules.empty import zeros
-from shardwise.rules.rule import Call, Placing, Rule, called
+from shardwise.rules.rule import Call, Placing, Rule
 from shardwise.sharding.spec import TensorMeta
 
 Run = Callable[..., object]
@@ -183,7 +183,7 @@ def _local(call: Call, placing: Placing) -> Run:
     """A rank without queries has results without elements, and nothing to add to the gradients of keys and values."""
     inputs = [placing.input_shape(at) for at, spec in enumerate(placing.inputs) if spec is not None]
     if all(0 not in shape for shape in inputs[:3]):
-        return called(call.op)
+        return call.op
     return zeros(call, placing)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from shardwise.rules.rule import Call, Placing, called
+from shardwise.rules.rule import Call, Placing
 
 Run = Callable[..., object]
 
@@ -27,4 +27,4 @@ def unless_empty(call: Call, placing: Placing) -> Run:
     first = call.operands[0]
     assert first is not None, call
     lacks = any(here == 0 != size for here, size in zip(placing.input_shape(), first.shape, strict=True))
-    return zeros(call, placing) if lacks else called(call.op)
+    return zeros(call, placing) if lacks else call.op
