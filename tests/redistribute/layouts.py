@@ -16,7 +16,7 @@ from shardwise.sharding.placement import Partial, Placement, Replicate, Shard, S
 from shardwise.sharding.spec import Spec, TensorMeta
 
 AXES = ("dp", "tp", "pp")
-NEUTRAL = {"sum": 0, "bxor": 0, "product": 1}
+NEUTRAL = {"sum": 0, "bxor": 0, "norm": 0, "product": 1}
 COMBINE: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
     "sum": lambda terms: reduce(torch.add, terms),
     "avg": lambda terms: reduce(torch.add, terms) / len(terms),
@@ -26,6 +26,7 @@ COMBINE: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
     "band": lambda terms: reduce(torch.bitwise_and, terms),
     "bor": lambda terms: reduce(torch.bitwise_or, terms),
     "bxor": lambda terms: reduce(torch.bitwise_xor, terms),
+    "norm": lambda terms: reduce(torch.hypot, terms),
 }
 
 

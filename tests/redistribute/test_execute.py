@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +19,7 @@ from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import current_world
 from shardwise.redistribute import execute, planner
 from shardwise.redistribute.steps import AllToAll, MakePartial, Slice, Step
-from shardwise.sharding.placement import Cut, Intervals, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.sharding.placement import REDUCE_OPS, Cut, Intervals, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec
 
 STRIDED = StridedShard(0, split_factor=2)
@@ -125,12 +126,25 @@ def test_every_dtype_keeps_its_values(dtype: torch.dtype) -> None:
     check((3,), whole.to(dtype), ways)
 
 
-@pytest.mark.parametrize("reduce_op", ["sum", "avg", "product", "min", "max", "band", "bor", "bxor"])
+@pytest.mark.parametrize("reduce_op", REDUCE_OPS)
 def test_every_reduction(reduce_op: str) -> None:
     pending, ends = Partial(reduce_op), [Replicate(), Shard(0), Shard(1), STRIDED]
     asked = [((pending,), (end,)) for end in ends] + [((end,), (pending,)) for end in ends]
     whole = torch.randint(1, 9, (5, 6))
     check((3,), whole if reduce_op in ("band", "bor", "bxor") else whole.double(), asked)
+
+
+def test_a_pending_norm_keeps_signs_and_all_digits() -> None:
+    whole = torch.tensor([-3.1, 0.0, -0.0, 1e-38, -3e38, math.inf, -math.inf, 1 / 3])
+
+    def body() -> Tensor:
+        spec = spec_of(mesh_of((2,)), [Replicate()], (8,))
+        pending = spec.with_placements([Partial("norm")])
+        local = execute.run(whole, spec, planner.plan(spec, pending))
+        return execute.run(local, pending, planner.plan(pending, spec))
+
+    for result in sim.run(body, 2):
+        assert torch.equal(result, whole)
 
 
 @pytest.mark.parametrize("reduce_op", ["sum", "product", "band", "bor", "min", "max", "bxor"])

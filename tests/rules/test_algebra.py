@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from shardwise import Shard, distribute_tensor, init_device_mesh, sim
 from shardwise.rules import checker
 from shardwise.rules.algebra import contracted, dims_of, root_of_sum
 from shardwise.rules.rule import resolve
@@ -103,7 +104,7 @@ def test_scans_are_linear_only_if_they_add() -> None:
 @pytest.mark.parametrize("dims", [None, [0], [-1, 0]])
 def test_norms(order: float, dims: list[int] | None) -> None:
     found = claimed(aten.linalg_vector_norm.default, rand(5, 3), order, dims)
-    pending = {0: "P(sum)", 1: "P(sum)", math.inf: "P(max)", -math.inf: "P(min)"}.get(order)
+    pending = {0: "P(sum)", 1: "P(sum)", 2: "P(norm)", math.inf: "P(max)", -math.inf: "P(min)"}.get(order)
     assert f"S(0) -> {pending}" in found or pending is None
     claimed(aten.linalg_vector_norm.default, rand(5, 3, dtype=torch.bfloat16), order, dims)
     claimed(aten.linalg_vector_norm.default, rand(5, 3).to(torch.complex64), order, dims)
@@ -112,7 +113,13 @@ def test_norms(order: float, dims: list[int] | None) -> None:
 
 def test_the_euclidean_norm_of_half_precision_does_not_overflow() -> None:
     x = torch.full((1000,), 300.0, dtype=torch.float16)
-    torch.testing.assert_close(root_of_sum(x), torch.linalg.vector_norm(x))
+    torch.testing.assert_close(root_of_sum(x, 2.0), torch.linalg.vector_norm(x))
+
+    def body():
+        mesh = init_device_mesh("cpu", (3,))
+        return distribute_tensor(x, mesh, [Shard(0)]).norm().full_tensor()
+
+    torch.testing.assert_close(sim.run(body, 3)[0], x.norm())
 
 
 def test_roots_of_sums_are_written_in_other_operators() -> None:
@@ -121,7 +128,7 @@ def test_roots_of_sums_are_written_in_other_operators() -> None:
         rule, _ = resolve(lookup(op), make_call(op, (x, *args), {}, [x]))
         return rule.expand is not None
 
-    assert expanded(aten.linalg_vector_norm.default, 2)
+    assert expanded(aten.linalg_vector_norm.default, 3)
     assert not expanded(aten.linalg_vector_norm.default, 1)
     assert expanded(aten.var.correction)
     assert expanded(aten.logsumexp.default, [0])

@@ -70,18 +70,20 @@ def test_fused_steps_are_those_of_plain_parameters(name: str) -> None:
     torch.testing.assert_close(sim.run(stepped, 4, parameters)[3], stepped(plain))
 
 
-def test_norms_of_one_mesh_are_reduced_together() -> None:
+@pytest.mark.parametrize("foreach", [True, False])
+def test_norms_of_one_mesh_are_reduced_together(foreach: bool) -> None:
     def body():
         mesh = init_device_mesh("cpu", (2,))
-        given = [distribute_tensor(x, mesh, [Shard(0)]) for x in VALUES]
+        given = [distribute_tensor(x, mesh, [Shard(0)]) for x in VALUES[1:]]
+        given.append(distribute_tensor(VALUES[0], mesh, [Replicate()]))
         sent = []
         with wire.observing(lambda transmission: sent.append(transmission.op)):
-            norms = torch._foreach_norm(given, 2)
-        return sent, [whole(norm) for norm in norms]
+            total = nn.utils.get_total_norm(given, foreach=foreach) + 1
+        return sent, whole(total)
 
-    sent, norms = sim.run(body, 2)[0]
-    assert sent == ["all_reduce"]
-    torch.testing.assert_close(norms, [x.norm() for x in VALUES])
+    for sent, total in sim.run(body, 2):
+        assert sent == ["all_reduce"]
+        torch.testing.assert_close(total, torch.cat([x.flatten() for x in VALUES]).norm() + 1)
 
 
 @pytest.mark.parametrize("spoilt", [False, True])

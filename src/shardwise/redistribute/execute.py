@@ -146,25 +146,50 @@ def _slice(step: Slice, spec: Spec, local: Tensor, coordinate: Coordinate) -> Te
 
 
 def _make_partial(step: MakePartial, local: Tensor, coordinate: Coordinate) -> Tensor:
-    if step.reduce_op not in ("sum", "product", "bxor") or not any(coordinate[axis] for axis in step.axes):
+    if step.reduce_op not in ("sum", "product", "bxor", "norm") or not any(coordinate[axis] for axis in step.axes):
         return local.clone()
     return torch.ones_like(local) if step.reduce_op == "product" else torch.zeros_like(local)
 
 
 def _all_reduce(step: AllReduce, local: Tensor, group: Group) -> Sent:
-    if not _compares(step.reduce_op, local.dtype):
+    told = _told(step.reduce_op, local.dtype)
+    if told is None:
         return Sent(wire.all_reduce(local, step.reduce_op, group, axis=step.name))
-    ranked = wire.all_reduce(_ranked(local, step.reduce_op), step.reduce_op, group, axis=step.name)
-    return Sent(ranked, lambda arrived: _unranked(arrived, local.dtype))
+    reduced = wire.all_reduce(told.there(local), told.reduce_op, group, axis=step.name)
+    return Sent(reduced, told.back)
+
+
+class Told(NamedTuple):
+    """A reduction that the wire does as another one, ``reduce_op``, of numbers that stand for those it is about."""
+
+    reduce_op: str
+    there: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor], Tensor]
+
+
+def _told(reduce_op: str, dtype: torch.dtype) -> Told | None:
+    if reduce_op == "norm":
+        return Told("sum", _squared, partial(_rooted, dtype=dtype))
+    if reduce_op in ("max", "min") and dtype.is_floating_point:
+        return Told(reduce_op, partial(_ranked, reduce_op=reduce_op), partial(_unranked, dtype=dtype))
+    return None
+
+
+# In double precision the square of a float keeps all its digits, and its root is the float.
+
+
+def _squared(local: Tensor) -> Tensor:
+    wide = local.double()
+    return wide * wide.abs()
+
+
+def _rooted(squares: Tensor, dtype: torch.dtype) -> Tensor:
+    return squares.abs().sqrt().copysign(squares).to(dtype)
 
 
 # Backends lose what is not a number when they compare. As integers in the same order, such numbers stand beyond the
 # infinities: the bits of a float rank it among those of its sign, and those of a negative one the other way round.
 _RANKS = {torch.float64: torch.int64}
-
-
-def _compares(reduce_op: str, dtype: torch.dtype) -> bool:
-    return reduce_op in ("max", "min") and dtype.is_floating_point
 
 
 def _ranked(local: Tensor, reduce_op: str) -> Tensor:
@@ -196,19 +221,18 @@ def _all_gather(step: AllGather, spec: Spec, local: Tensor, coordinate: Coordina
 def _reduce_scatter(step: ReduceScatter, spec: Spec, local: Tensor, coordinate: Coordinate, group: Group) -> Sent:
     own, parts = step.after(spec).local_shape(coordinate), step.parts(spec)
     boxes = places(tuple(local.shape), parts, step.cuts)
-    compares = _compares(step.reduce_op, local.dtype)
-    summed = _ranked(local, step.reduce_op) if compares else local
+    told = _told(step.reduce_op, local.dtype) or Told(step.reduce_op, _itself, _itself)
+    summed = told.there(local)
     if all(isinstance(cut, Shard) for cut in step.cuts) and all(box.shape == own for box in boxes):
         dealt = _deal(summed, step.cuts, parts, own)
-        reduced = wire.reduce_scatter(dealt, step.reduce_op, group, axis=step.name)
-        return Sent(reduced, lambda part: _unranked(part, local.dtype)) if compares else Sent(reduced)
+        reduced = wire.reduce_scatter(dealt, told.reduce_op, group, axis=step.name)
+        return Sent(reduced, None if told.back is _itself else told.back)
     widest = max(box.volume for box in boxes)
     dealt = summed.new_zeros(group.size, widest)
     for row, box in zip(dealt, boxes, strict=True):
         row[: box.volume].copy_(_select(summed, box).reshape(-1))
-    reduced = wire.reduce_scatter(dealt.view(-1), step.reduce_op, group, axis=step.name)
-    back = partial(_unranked, dtype=local.dtype) if compares else _itself
-    return Sent(reduced, lambda part: back(part[: prod(own)].view(own)))
+    reduced = wire.reduce_scatter(dealt.view(-1), told.reduce_op, group, axis=step.name)
+    return Sent(reduced, lambda part: told.back(part[: prod(own)].view(own)))
 
 
 def _itself(part: Tensor) -> Tensor:

@@ -179,6 +179,8 @@ def _is_defined(reduce_op: str, dtype: torch.dtype) -> bool:
     """Whether the wire can do the reduction: only what is exact or rounds as the dtype does."""
     if dtype.is_complex:
         return reduce_op in LINEAR
+    if reduce_op == "norm":
+        return dtype.is_floating_point
     if dtype.is_floating_point:
         return reduce_op not in BITWISE
     return reduce_op != "avg"

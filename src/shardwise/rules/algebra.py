@@ -258,7 +258,9 @@ REDUCTIONS: dict[str, str | Meaning | Rule] = {
 def norm(
     x: TensorMeta, order: Number | None = 2, dims: Dims = None, keepdim: bool = False, *_rest: object
 ) -> str | Rule:
-    """Some orders leave a sum, a maximum or a minimum pending; the others are roots of such sums."""
+    """Some orders leave a norm, a sum, a maximum or a minimum pending; the others are roots of sums."""
+    if order in (2, None):
+        return Rule(contracted(x, dims, keepdim), reduce="norm")
     meaning = opaque(x, dims, keepdim)
     if order in (0, 1):
         return meaning
@@ -270,21 +272,19 @@ def norm(
 
 def root_of_sum(
     x: torch.Tensor,
-    order: float | None = 2,
+    order: float,
     dims: Dims = None,
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The norm of another order, in such a way that only what is reduced already is communicated."""
-    power = 2.0 if order is None else float(order)
     result = (dtype or x.dtype).to_real()
     wide = torch.float32 if result.itemsize < 4 else result
     if dtype is not None and dtype is not x.dtype:
         x = x.to(dtype)
     size = x.abs().to(wide)
     listed = list(dims_of(TensorMeta.of(size), dims))
-    total = aten.sum.dim_IntList(size * size if power == 2 else size**power, listed, keepdim)
-    root: torch.Tensor = total.sqrt() if power == 2 else total ** (1 / power)
+    root: torch.Tensor = aten.sum.dim_IntList(size**order, listed, keepdim) ** (1 / order)
     return root.to(result)
 
 

@@ -267,6 +267,11 @@ def _crossed(item: torch.Tensor, parts: int) -> list[torch.Tensor]:
     return [*others, last]
 
 
+def _shared(item: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    weights = torch.rand(parts, *item.shape, dtype=torch.float64).add(0.1)
+    return [(item * share.sqrt()).to(item.dtype) for share in weights / weights.sum(0)]
+
+
 SPLITS = {
     "sum": _summands,
     "avg": _averaged,
@@ -276,6 +281,7 @@ SPLITS = {
     "bor": lambda item, parts: [item, *(item & _noise(item) for _ in range(parts - 1))],
     "band": lambda item, parts: [item, *(item | _noise(item) for _ in range(parts - 1))],
     "bxor": _crossed,
+    "norm": _shared,
 }
 
 
@@ -344,6 +350,7 @@ JOINS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "band": torch.bitwise_and,
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
+    "norm": lambda one, other: torch.hypot(one, other).copysign(torch.where(one == 0, other, one)),
 }
 
 

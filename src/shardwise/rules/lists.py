@@ -1,11 +1,10 @@
-"""Operators over lists whose entries belong together otherwise than `_foreach_` ones: fused optimizers, norms, scaling.
+"""Operators over lists whose entries belong together otherwise than `_foreach_` ones: fused optimizers, scaling.
 
 Each entry may lie in its own way and on its own mesh, and be plain among distributed ones.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,7 +15,6 @@ from shardwise.sharding.spec import TensorMeta
 
 aten = torch.ops.aten
 Tensors = Sequence[torch.Tensor]
-Number = bool | int | float
 
 FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
 
@@ -53,54 +51,12 @@ def _fused() -> dict[str, Rule]:
     return rules
 
 
-# --- norms of many tensors, reduced together
-
-
-def norms(tensors: Tensors, order: Number = 2, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The norm of each tensor; those of one mesh are reduced in one go."""
-    found: list[torch.Tensor] = list(tensors)
-    groups: dict[object, list[int]] = {}
-    for place, x in enumerate(tensors):
-        groups.setdefault((_mesh(x), x.dtype), []).append(place)
-    for places in groups.values():
-        own = [tensors[place] for place in places]
-        made = _norms_of_mesh(own, float(order), dtype) if _mesh(own[0]) else _plain_norms(own, order, dtype)
-        for place, norm in zip(places, made, strict=True):
-            found[place] = norm
-    return found
+# --- gradient scaling
 
 
 def _mesh(x: torch.Tensor) -> object:
     spec = spec_of(x)
     return None if spec is None else spec.mesh
-
-
-def _plain_norms(tensors: Tensors, order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    return [aten.linalg_vector_norm.default(x, order, None, False, dtype=dtype) for x in tensors]
-
-
-def _norms_of_mesh(tensors: Tensors, order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    if order == -math.inf:
-        return _plain_norms(tensors, order, dtype)
-    inner = 1.0 if order in (0.0, 1.0) else order
-    wide = [x if dtype is None else x.to(dtype) for x in tensors]
-    if order == math.inf or order == 0:
-        parts = [aten.linalg_vector_norm.default(x, order) for x in wide]
-    else:
-        parts = [_powers(x, inner) for x in wide]
-    total = settled(torch.stack(parts))
-    root = total if inner == 1 or order == math.inf else total.sqrt() if inner == 2 else total ** (1 / inner)
-    return list(root.to((dtype or tensors[0].dtype).to_real()).unbind())
-
-
-def _powers(x: torch.Tensor, order: float) -> torch.Tensor:
-    size = x.abs()
-    if size.dtype.itemsize < 4:
-        size = size.float()
-    return (size * size if order == 2 else size if order == 1 else size**order).sum()
-
-
-# --- gradient scaling
 
 
 def unscaled(tensors: Tensors, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
@@ -116,6 +72,5 @@ def unscaled(tensors: Tensors, found_inf: torch.Tensor, inverse_scale: torch.Ten
 
 RULES: dict[str, Rule] = {
     **_fused(),
-    "_foreach_norm.Scalar": Rule(expand=norms, apart=True),
     "_amp_foreach_non_finite_check_and_unscale_": Rule(expand=unscaled, apart=True),
 }

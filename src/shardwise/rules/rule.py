@@ -230,6 +230,8 @@ def _passing(call: Call) -> frozenset[str]:
         passes.discard("sum")
     if any(dtype.is_complex for dtype in given | found):
         passes -= {"max", "min"}
+    if not all(dtype.is_floating_point for dtype in given | found):
+        passes.discard("norm")
     if not all(_is_integer(dtype) for dtype in given | found):
         passes -= {"band", "bor", "bxor"}
     return frozenset(passes)

@@ -16,7 +16,7 @@ from shardwise.errors import PlacementError, message
 
 Intervals = tuple[tuple[int, int], ...]
 
-REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "norm")
 
 
 @value
@@ -217,7 +217,10 @@ class Owned(Placement):
 
 @value
 class Partial(Placement):
-    """Every rank holds a part of a reduction that is still to be done: the tensor is ``reduce_op`` over the ranks."""
+    """Every rank holds a part of a reduction that is still to be done: the tensor is ``reduce_op`` over the ranks.
+
+    A ``norm`` is the root of the sum of squares of parts that have one sign, and has that sign.
+    """
 
     _recent: ClassVar[dict[object, Placement]] = {}
 

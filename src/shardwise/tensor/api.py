@@ -127,7 +127,7 @@ def _scattered(part: torch.Tensor, cut: Cut, group: Group, axis: str, source: in
 def _partial_value(part: torch.Tensor, placement: Partial, index: int, size: int) -> torch.Tensor:
     if placement.reduce_op in ("min", "max", "avg", "band", "bor"):
         return part
-    if placement.reduce_op == "sum":
+    if placement.reduce_op in ("sum", "norm"):
         return part if index == 0 else torch.zeros_like(part)
     return part if index == 0 else torch.ones_like(part)
 

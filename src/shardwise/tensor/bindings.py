@@ -24,6 +24,7 @@ METHODS = """
 LISTS = """
     _foreach_add_ _foreach_mul_ _foreach_div_ _foreach_sub_ _foreach_addcmul_ _foreach_addcdiv_ _foreach_lerp_
     _foreach_sqrt _foreach_add _foreach_mul _foreach_div _foreach_neg _foreach_sqrt_
+    _foreach_norm
 """
 
 
@@ -34,6 +35,7 @@ def _named(owner: object, names: str) -> dict[str, Callable[..., object]]:
 BINDINGS: dict[str, Callable[..., object]] = {
     **_named(torch._C._VariableFunctions, FUNCTIONS + LISTS),
     **_named(torch._C._nn, NEURAL),
+    **_named(torch._C._linalg, "linalg_vector_norm"),  # type: ignore[attr-defined]
     **_named(torch.Tensor, METHODS),
 }
 

@@ -127,9 +127,9 @@ def _filled(
 
 
 def _share(local: torch.Tensor, spec: Spec, coordinate: tuple[int, ...] | None) -> None:
-    """Where a sum or product is pending, only the first rank of the axis holds the value."""
+    """Where a sum, product or norm is pending, only the first rank of the axis holds the value."""
     for placement, index in zip(spec.placements, coordinate or (), strict=False):
-        if isinstance(placement, Partial) and index > 0 and placement.reduce_op in ("sum", "product", "bxor"):
+        if isinstance(placement, Partial) and index > 0 and placement.reduce_op in ("sum", "product", "bxor", "norm"):
             local.fill_(1 if placement.reduce_op == "product" else 0)
 
 
