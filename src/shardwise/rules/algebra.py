@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwise.rules.empty import zeros
 from shardwise.rules.parts import settled
 from shardwise.rules.pattern import along, named, text, wrap
 from shardwise.rules.rule import Call, Placing, Rule
@@ -175,22 +174,21 @@ def extremes(x: TensorMeta, dim: int | None = None, keepdim: bool = False) -> st
 
 
 def mean_locally(call: Call, placing: Placing) -> Callable[..., object]:
-    """The mean of uneven parts is not the mean of their means: each counts for its share of the whole."""
+    """The mean of uneven parts is not the mean of their means: their sums over the global count add up to it.
+
+    The sums are taken as wide as the kernel takes them, since a sum may overflow where the mean does not.
+    """
     x, *rest = call.args
-    dims = dims_of(x, rest[0] if len(rest) > 1 else None)
-    shape = placing.input_shape()
+    dims, keepdim = (dims_of(x, rest[0]), rest[1]) if len(rest) > 1 else (dims_of(x, None), False)
+    shape, result = placing.input_shape(), call.outputs[0]
     held, count = (math.prod(sizes[dim] for dim in dims) for sizes in (shape, x.shape))
-    if held == count:
+    if held == count or result is None:
         return call.op
-    if not held:
-        return zeros(call, placing)
-    share = held / count
-
-    def mean(local: torch.Tensor, *rest: object) -> torch.Tensor:
-        *dim_and_keepdim, dtype = rest
-        return torch.mean(local, *dim_and_keepdim, dtype=dtype).mul_(share)  # type: ignore[call-overload, no-any-return]
-
-    return mean
+    dtype = result.dtype
+    wide = torch.float32 if dtype.itemsize < 4 else dtype
+    if wide is dtype:
+        return lambda local, *_: torch.sum(local, dims, keepdim, dtype=wide).div_(count)
+    return lambda local, *_: torch.sum(local, dims, keepdim, dtype=wide).div_(count).to(dtype)
 
 
 def filling(value: Callable[[torch.dtype], Number]) -> Callable[[Call, Placing], Callable[..., object]]:
