@@ -16,6 +16,7 @@ from shardwise import (
     MixedTensorError,
     Partial,
     PlacementError,
+    RedistributeError,
     Replicate,
     RuleError,
     Shard,
@@ -23,6 +24,7 @@ from shardwise import (
     WorldError,
     current_world,
     distribute_tensor,
+    explicit,
     implicit_replication,
     init_device_mesh,
     register_rule,
@@ -130,11 +132,23 @@ def test_a_pending_factor_of_a_list_is_reduced_for_the_entries_that_need_it(orde
         whole, cut = (distribute_tensor(torch.ones(2), mesh, [how]) for how in (Replicate(), Shard(0)))
         entries = [(pending, whole, cut)[place] for place in order]
         products = torch._foreach_mul(entries, factor)
-        torch._foreach_add_(written := [x.clone() for x in entries], factor)
+        torch.ops.aten._foreach_add_.Tensor(written := [x.clone() for x in entries], factor)
         return [x.full_tensor()[0].item() for x in (*products, *written)]
 
     for found in sim.run(body, 2):
         assert found == [(9, 3, 3)[place] for place in order] + [(6, 4, 4)[place] for place in order]
+
+
+def test_a_list_is_not_half_written_where_an_entry_may_not_communicate() -> None:
+    def body():
+        mesh = line()
+        factor, pending = (DTensor.from_local(x, mesh, [Partial()]) for x in (torch.ones(()), torch.ones(2)))
+        whole = distribute_tensor(torch.ones(2), mesh, [Replicate()])
+        with explicit(), pytest.raises(RedistributeError, match="_foreach_add_"):
+            torch.ops.aten._foreach_add_.Tensor([pending, whole], factor)
+        return pending.full_tensor().tolist(), whole.full_tensor().tolist()
+
+    assert sim.run(body, 2) == [([2, 2], [1, 1])] * 2
 
 
 def test_numbers_that_change_at_each_step_need_no_plans_of_their_own() -> None:

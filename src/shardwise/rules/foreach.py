@@ -1,6 +1,7 @@
 """`_foreach_*`: one operator over lists of tensors is the operator without the prefix, entry by entry.
 
-Which one is found by matching schemas, so there is no table here, and each entry may lie in its own way.
+Which one is found by matching schemas, so there is no table here, and each entry may lie in its own way. A fused step
+of an optimizer is the same step for each entry: of lists of one.
 """
 
 from __future__ import annotations
@@ -11,19 +12,23 @@ from functools import cache
 
 import torch
 
-PREFIX = "_foreach_"
+PREFIX, FUSED = "_foreach_", "_fused_"
 ALSO_KNOWN_AS = {"norm": "linalg_vector_norm", "maximum": "clamp_min", "minimum": "clamp_max"}
 ENTRY_OF = {"List[Tensor]": "Tensor", "List[number]": "number"}
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The operator on one entry; ``lists`` tells which arguments have an entry each, ``names`` what it calls them."""
+    """The operator on one entry; ``lists`` tells which arguments have an entry each, ``names`` what it calls them.
+
+    ``listed`` is whether it takes an entry as a list of one.
+    """
 
     op: torch._ops.OpOverload
     lists: tuple[bool, ...]
     names: tuple[str, ...]
     positional: int
+    listed: bool = False
 
 
 def foreach_base(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
@@ -31,6 +36,8 @@ def foreach_base(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
 
     >>> foreach_base(torch.ops.aten._foreach_add_.List)
     <OpOverload(op='aten.add_', overload='Tensor')>
+
+    A fused step of an optimizer is its own base.
     """
     base = _base(op)
     return None if base is None else base.op
@@ -47,7 +54,8 @@ def foreach_entries(
     length = len(given[base.lists.index(True)])  # type: ignore[arg-type]
     calls = []
     for entry in range(length):
-        items = [item[entry] if many else item for item, many in zip(given, base.lists, strict=True)]  # type: ignore[index]
+        own = slice(entry, entry + 1) if base.listed else entry
+        items = [item[own] if many else item for item, many in zip(given, base.lists, strict=True)]  # type: ignore[index]
         named = dict(zip(base.names[base.positional :], items[base.positional :], strict=True))
         calls.append((tuple(items[: base.positional]), named))
     return calls
@@ -65,6 +73,10 @@ def foreach_position(op: torch._ops.OpOverload, where: int | str) -> int:
 def _base(op: torch._ops.OpOverload) -> Base | None:
     schema = op._schema
     stem = schema.name.removeprefix("aten::")
+    lists = tuple(str(argument.type) in ENTRY_OF for argument in schema.arguments)
+    if stem.startswith(FUSED) and not schema.returns and lists[0] and not op._overloadname.endswith("out"):
+        own = tuple(argument.name for argument in schema.arguments)
+        return Base(op, lists, own, sum(not argument.kwarg_only for argument in schema.arguments), listed=True)
     if not stem.startswith(PREFIX) or op._overloadname.endswith("out"):
         return None
     stem = stem.removeprefix(PREFIX)

@@ -5,7 +5,7 @@ Each entry may lie in its own way and on its own mesh, and be plain among distri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -24,31 +24,6 @@ def stepped(*args: object) -> str:
     tensors = [item for item in args if item is None or isinstance(item, TensorMeta)]
     count = len(tensors) + sum(len(item) for item in args if isinstance(item, (list, tuple)))
     return f"f({', '.join(['...'] * count)}) -> "
-
-
-def one_by_one(op: torch._ops.OpOverload) -> Callable[..., None]:
-    """``op`` for each entry of its lists."""
-    positional = sum(not argument.kwarg_only for argument in op._schema.arguments)
-    names = [argument.name for argument in op._schema.arguments[positional:]]
-
-    def run(*args: object) -> None:
-        first = args[0]
-        assert isinstance(first, (list, tuple)), op
-        for entry in range(len(first)):
-            own = [item[entry : entry + 1] if isinstance(item, (list, tuple)) else item for item in args]
-            op(*own[:positional], **dict(zip(names, own[positional:], strict=True)))
-
-    return run
-
-
-def _fused() -> dict[str, Rule]:
-    rules = {}
-    for name in FUSED.split():
-        for overload in getattr(aten, name).overloads():
-            op = getattr(getattr(aten, name), overload)
-            if not overload.endswith("out"):
-                rules[f"{name}.{overload}"] = Rule(stepped, expand=one_by_one(op), apart=True)
-    return rules
 
 
 # --- gradient scaling
@@ -71,6 +46,6 @@ def unscaled(tensors: Tensors, found_inf: torch.Tensor, inverse_scale: torch.Ten
 
 
 RULES: dict[str, Rule] = {
-    **_fused(),
+    **dict.fromkeys(FUSED.split(), Rule(stepped, loose=True)),
     "_amp_foreach_non_finite_check_and_unscale_": Rule(expand=unscaled, apart=True),
 }

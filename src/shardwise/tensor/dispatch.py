@@ -212,10 +212,10 @@ def _run(
 ) -> Any:
     if ready.expand is not None:
         return ready.expand(*in_schema_order(op, args, kwargs))
-    if ready.each:
-        return run_each(op, args, kwargs, ready)
     if ready.moves:
         forbid(op, [move[1:] for move in ready.moves])
+    if ready.each:
+        return run_each(op, args, kwargs, ready)
     for place, source, steps in ready.moves:
         _replace(local_args, local_kwargs, place, source, steps)
     if ready.relabels:  # the local tensor may be known elsewhere, and keeps its shape there

@@ -69,9 +69,11 @@ class Ready:
 def prepare(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., Ready]) -> Ready:
     """Plan a call; ``known(op, args, kwargs)`` gives what is ready for one entry of a list operator."""
     traits, rule = signature(op), lookup(op)
-    if rule is not None and rule.apart and any(isinstance(item, (list, tuple)) and len(item) > 1 for item in args):
+    several = any(isinstance(item, (list, tuple)) and len(item) > 1 for item in args)
+    if rule is not None and rule.apart and several:
         return Ready(op, (), (), traits.returns, expand=rule.expand)
-    if rule is None and foreach_base(op) is not None:
+    base = foreach_base(op)
+    if base is not None and (rule is None or (base is op and several)):
         return _prepare_foreach(kind, op, args, kwargs, known)
     if traits.is_composite and rule is None:
         return Ready(op, (), (), "other", expand=_decompose(op, traits))
@@ -404,8 +406,9 @@ def _prepare_foreach(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Calla
         known(base, own, named) if any(isinstance(item, kind) for item in (*own, *named.values())) else None
         for own, named in entries
     ]
+    in_all = tuple([move for ready in each if ready is not None for move in ready.moves])
     if any(ready is not None and _stands_apart(ready) for ready in each):
-        return Ready(op, (), (), traits.returns, each=True)
+        return Ready(op, in_all, (), traits.returns, each=True)
     moves: list[Move] = []
     common: list[list[Move]] = [[] for _ in entries]
     outputs: list[Spec | None] = []
@@ -420,6 +423,6 @@ def _prepare_foreach(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Calla
             else:
                 common[entry].append(((stands, -1), source, steps))
     if any(other != common[0] for other in common):  # what is one for all entries cannot lie in two ways
-        return Ready(op, (), (), traits.returns, each=True)
+        return Ready(op, in_all, (), traits.returns, each=True)
     written = tuple((position, entry) for position in traits.written for entry in range(len(entries)))
     return Ready(direct(op), (*common[0], *moves) if common else (), tuple(outputs), traits.returns, written)
