@@ -30,6 +30,10 @@ WARM: dict[str, Callable[[DTensor, DTensor], object]] = {
     "slice": lambda x, w: x[:, 2:8],
     "cat": lambda x, w: torch.cat([x, x], 1),
     "in place": lambda x, w: x.add_(x),
+    "a number in place": lambda x, w: x.add_(0.5),
+    "mean": lambda x, w: x.mean(),
+    "norm": lambda x, w: torch.linalg.vector_norm(x),
+    "list in place": lambda x, w: torch._foreach_lerp_([x] * 20, [x] * 20, 0.5),
     "detach": lambda x, w: x.detach(),
     "to_local": lambda x, w: x.to_local(),
     "redistribute to the same": lambda x, w: x.redistribute(placements=[Shard(0), Replicate()]),
@@ -66,6 +70,28 @@ def test_a_warm_call_takes_few_calls_of_ours(name) -> None:
         WARM[name](x, w)
         seen = calls_of(lambda: WARM[name](x, w))
     assert len(seen) <= CALLS, " ".join(seen)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_of_many_parameters_calls_us_no_more_often_than_one_of_few(fused) -> None:
+    """But for the tensors that are made: no plan is made anew, though the numbers change with each step."""
+
+    def calls(count: int) -> list[str]:
+        given = [torch.nn.Parameter(x.clone()) for _ in range(count)]
+        for parameter in given:
+            parameter.grad = parameter.detach().clone()
+        optimizer = torch.optim.AdamW(given, foreach=not fused, fused=fused)
+        optimizer.step()
+        optimizer.step()
+        return [
+            name for name in calls_of(optimizer.step) if name not in ("_wrap", "_local", "_local_of", "is_replicated")
+        ]
+
+    with use_world(dry_world(0, 4)):
+        x = DTensor.from_local(torch.ones(4, 4), init_device_mesh("cpu", (4,)), [Shard(0)])
+        few, many = calls(2), calls(20)
+    assert len(many) == len(few)
+    assert "prepare" not in many
 
 
 def test_memory_is_bounded_however_many_shapes_come() -> None:
