@@ -100,6 +100,18 @@ def test_scans_are_linear_only_if_they_add() -> None:
     assert claimed(aten.logcumsumexp.default, x, -1) == {"R -> R", "S(0) -> S(0)"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])
+def test_a_mean_is_over_the_global_count_and_its_sums_do_not_overflow(dtype: torch.dtype) -> None:
+    whole = torch.full((1001, 2), 300.0).to(dtype) + torch.tensor([0, 100])
+
+    def body():
+        x = distribute_tensor(whole, init_device_mesh("cpu", (4,)), [Shard(0)])
+        return [found.full_tensor() for found in (x.mean(), x.mean(0), x.mean((0, 1), keepdim=True), x.mean(1))]
+
+    expected = [whole.mean(), whole.mean(0), whole.mean((0, 1), keepdim=True), whole.mean(1)]
+    torch.testing.assert_close(sim.run(body, 4)[3], expected)
+
+
 @pytest.mark.parametrize("order", [0, 0.5, 1, 2, 3, -1, math.inf, -math.inf])
 @pytest.mark.parametrize("dims", [None, [0], [-1, 0]])
 def test_norms(order: float, dims: list[int] | None) -> None:
