@@ -107,4 +107,25 @@ def test_memory_is_bounded_however_many_shapes_come() -> None:
         plans = memory["plans"]
         for number in range(40000):
             plans.remember(("filler", number), next(iter(plans.values())))
-        assert len(plans) <= 16384
+        assert len(plans) + len(plans.elder) <= 16384
+
+
+def test_what_is_used_outlives_what_is_not(monkeypatch) -> None:
+    with use_world(dry_world(0, 2)):
+        mesh = init_device_mesh("cpu", (2,))
+        current_world().memory.clear()
+        often, once = (DTensor.from_local(torch.ones(size, 2), mesh, [Shard(0)]) for size in (3, 5))
+        torch.exp(once)
+        torch.exp(often)
+        plans = current_world().memory["plans"]
+        ready = next(iter(plans.values()))
+        prepared = []
+        fresh = dispatch.fitted
+        monkeypatch.setattr(dispatch, "fitted", lambda *call: prepared.append(call) or fresh(*call))
+        for number in range(40000):
+            plans.remember(("filler", number), ready)
+            if number % 4000 == 0:
+                torch.exp(often)
+        assert not prepared
+        torch.exp(once)
+        assert prepared

@@ -47,12 +47,14 @@ class Plans(dict[Any, Ready]):
     """What a rank remembers of the calls that it has made.
 
     Beside the plans, by operator, specs and static arguments: ``outlines`` of them, by what calls of other sizes have
-    in common with them; ``loose`` says of which operators the floats do not matter.
+    in common with them; ``loose`` says of which operators the floats do not matter. Plans are kept in two generations,
+    so that those not used for long are dropped: when there are many, all become ``elder``, and the elder ones go.
     """
 
-    __slots__ = ("__weakref__", "loose", "outlines")
+    __slots__ = ("__weakref__", "elder", "loose", "outlines")
 
     def __init__(self) -> None:
+        self.elder: dict[Any, Ready] = {}
         self.loose: dict[Any, bool] = {}
         self.outlines: dict[Any, Outline] = {}
         void_when_rules_change(self)
@@ -61,24 +63,22 @@ class Plans(dict[Any, Ready]):
 
     def clear(self) -> None:
         super().clear()
+        self.elder.clear()
         self.loose.clear()
         self.outlines.clear()
 
     def remember(self, key: Any, ready: Ready) -> None:
-        _bound(self)
+        if len(self) >= PLANS // 2:
+            self.elder = dict(self)
+            super().clear()
         if PLANS:
             self[key] = ready
 
     def remember_outline(self, key: Any, outline: Outline) -> None:
-        _bound(self.outlines)
+        if len(self.outlines) >= PLANS:
+            self.outlines.clear()
         if PLANS:
             self.outlines[key] = outline
-
-
-def _bound(known: dict[Any, Any]) -> None:
-    if len(known) >= PLANS:
-        for old in list(known)[: PLANS // 2 or 1]:
-            del known[old]
 
 
 def run(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -179,6 +179,10 @@ def _plans() -> Plans:
 
 
 def _prepared(plans: Plans, key: Any, kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Ready:
+    kept = plans.elder.pop(key, None)
+    if kept is not None:
+        plans.remember(key, kept)
+        return kept
     alike = likeness(key)
     specs = [item for item in key if item.__class__ is Spec]
     outline = plans.outlines.get(alike) or plans.outlines.get(roughly(alike, specs))
