@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from shardwise.debug.operators import page
 from shardwise.sim.script import run_script
 
 
@@ -33,3 +34,9 @@ def sim(ranks: int, output: str, script: Path, arguments: tuple[str, ...]) -> No
     The script may use torch.distributed as under torchrun.
     """
     sys.exit(run_script(script, arguments, ranks, everybody=output == "all"))
+
+
+@main.command()
+def operators() -> None:
+    """Print what each operator means and costs, as Markdown."""
+    click.echo(page(), nl=False)

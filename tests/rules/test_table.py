@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.errors import EquationError, RuleError
+from shardwise import distribute_tensor, init_device_mesh, sim
+from shardwise.errors import EquationError, InplaceError, RuleError
 from shardwise.rules import algebra, checker, pointwise
 from shardwise.rules.rule import choices
 from shardwise.rules.table import (
@@ -173,3 +174,24 @@ def test_the_sum_of_a_flag_is_a_pending_count() -> None:
     made = choices(lookup(aten.sum.default), call)
     found = [made.strategy(label, 2, made.sizes) for label in made.labels]
     assert [strategy.inputs for strategy in found] == [(Replicate(),), (Shard(0),)]
+
+
+def test_what_is_measured_is_written_where_it_fits() -> None:
+    x, expected = torch.tensor([1.0, 0, 2, 3]), torch.tensor([[0], [2], [3]])
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        given, out = (distribute_tensor(item, mesh, [Shard(0)]) for item in (x, torch.zeros_like(expected)))
+        assert torch.nonzero(given, out=out) is out
+        assert torch.equal(out.full_tensor(), expected)
+        with pytest.raises(InplaceError, match="another shape"):
+            torch.nonzero(given, out=distribute_tensor(torch.zeros(5, 1, dtype=torch.int64), mesh, [Replicate()]))
+
+    sim.run(body, 2)
+
+
+@pytest.mark.parametrize("name", ["zeros_like", "new_empty", "_to_copy", "rand_like", "nonzero", "mm", "var"])
+def test_an_operand_to_write_to_is_not_overlooked(name: str) -> None:
+    overload = "correction_out" if name == "var" else "out"
+    rule = lookup(getattr(getattr(aten, name), overload))
+    assert rule is None or rule.out == 1 or rule.meaning == ""

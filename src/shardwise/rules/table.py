@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch._decomp import decomposition_table
 
-from shardwise.errors import RuleError, message
+from shardwise.errors import InplaceError, RuleError, message
 from shardwise.mesh.world import current_world
 from shardwise.rules import (
     algebra,
@@ -126,11 +126,12 @@ def _lookup(op: torch._ops.OpOverload) -> Rule | None:
 
 def _named(op: torch._ops.OpOverload) -> Rule | None:
     name = op._schema.name.removeprefix("aten::")
-    return _find(name, op._schema.overload_name or "default")
+    # What is written to is an operand more, of which the families know nothing.
+    return _find(name, op._schema.overload_name or "default", () if _written(op) else FAMILIES)
 
 
-def _find(name: str, overload: str) -> Rule | None:
-    for rules in (_user_rules, *FAMILIES):
+def _find(name: str, overload: str, families: Sequence[Mapping[str, object]] = FAMILIES) -> Rule | None:
+    for rules in (_user_rules, *families):
         for key in (f"{name}.{overload}", name):
             if key in rules:
                 return as_rule(rules[key])
@@ -154,6 +155,15 @@ def out_of_place(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     return found if found is not None and [own.name for own in found._schema.arguments] == names else None
 
 
+def is_variant(op: torch._ops.OpOverload) -> bool:
+    """Whether the rule of an operator is derived from another's: it writes to ``out=``, or over its first operand.
+
+    >>> is_variant(torch.ops.aten.add_.Tensor), is_variant(torch.ops.aten.add.Tensor)
+    (True, False)
+    """
+    return bool(_written(op)) or (_named(op) is None and _in_place(op) is not None)
+
+
 def _in_place(op: torch._ops.OpOverload) -> Rule | None:
     name = op._schema.name.removeprefix("aten::")
     if not name.endswith("_") or name.endswith("__") or not _writes(op._schema, 0):
@@ -170,20 +180,28 @@ def _in_place(op: torch._ops.OpOverload) -> Rule | None:
 
 
 def _out(op: torch._ops.OpOverload) -> Rule | None:
-    arguments = op._schema.arguments
-    kept = [
-        place for place, argument in enumerate(arguments) if not (argument.kwarg_only and _writes(op._schema, place))
-    ]
-    written = len(arguments) - len(kept)
+    arguments, written = op._schema.arguments, _written(op)
     if not written:
         return None
+    kept = [place for place in range(len(arguments)) if place not in written]
     functional = _functional(op._schema.name.removeprefix("aten::"), [arguments[place] for place in kept])
     found = None if functional is None else _lookup(functional)
-    if found is None or functional is None or found.measured:  # nothing can be written to before its size is known
+    if found is None or functional is None:
         return None
     order = [arguments[place].name for place in kept]
     places = tuple(kept[order.index(argument.name)] for argument in functional._schema.arguments)
-    return _varied(found, functional, places, out=written)
+    if found.measured:  # nothing can be written to before its size is known
+        return Rule(expand=_writing(called(functional), places))
+    return _varied(found, functional, places, out=len(written))
+
+
+def _written(op: torch._ops.OpOverload) -> list[int]:
+    """The places of the keyword-only arguments that an operator writes to."""
+    return [
+        place
+        for place, argument in enumerate(op._schema.arguments)
+        if argument.kwarg_only and _writes(op._schema, place)
+    ]
 
 
 def _writes(schema: torch.FunctionSchema, place: int) -> bool:
@@ -276,10 +294,25 @@ def _writing(run: Callable[..., object], places: tuple[int, ...]) -> Callable[..
         targets = [args[place] for place in range(len(args)) if place not in places] or [args[0]]
         several = results if isinstance(results, (tuple, list)) else (results,)
         for target, result in zip(targets, several, strict=False):
-            target.copy_(result)  # type: ignore[attr-defined]
+            _fill(target, result)
         return targets[0] if len(targets) == 1 else tuple(targets)
 
     return written
+
+
+def _fill(target: object, result: object) -> None:
+    assert isinstance(target, torch.Tensor), target
+    assert isinstance(result, torch.Tensor), result
+    if target.shape != result.shape:
+        raise InplaceError(
+            message(
+                "a tensor of another shape cannot take the result",
+                asked=f"to write to a tensor of shape {list(target.shape)}",
+                got=f"a result of shape {list(result.shape)}",
+                do="pass a tensor of that shape, or leave out= away",
+            )
+        )
+    target.copy_(result)
 
 
 # --- calls
