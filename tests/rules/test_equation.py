@@ -20,6 +20,8 @@ def strategies(text, operands, outputs, parts=2, **options):
 def test_parse_reads_terms_off_the_signs() -> None:
     assert parse("m n + m k * k n -> m n").terms == ((0,), (1, 2))
     assert parse("a / a -> a").divisors == (1,)
+    assert parse("a + / i * b -> a").terms == ((0,), (1, 2))
+    assert parse("a + / i * b -> a").divisors == (1,)
     assert parse("a [b] -> a").whole == {"b"}
     assert parse("(a b) -> a b").operands == ((("a", "b"),),)
     assert parse("a, b -> a").shape == "f"
@@ -31,7 +33,7 @@ def test_nothing_on_the_right_is_one_tensor_without_dims() -> None:
     assert parse("-> a").operands == ()
 
 
-@pytest.mark.parametrize("text", ["a b", "a -> b -> c", "a [b -> a", "(a b -> a", "a ? b -> a", "a -> b * c"])
+@pytest.mark.parametrize("text", ["a b", "a -> b -> c", "a [b -> a", "(a b -> a", "a ? b -> a", "a -> b * c", "a -> / b"])
 def test_a_text_outside_the_grammar_is_refused(text: str) -> None:
     with pytest.raises(EquationError):
         parse(text)
@@ -65,6 +67,14 @@ def test_a_divisor_is_cut_along_but_never_pending() -> None:
     assert ((S1, S0), (S1,)) in found
     assert ((SUM, R), (SUM,)) in found
     assert not any(inputs[1] == SUM for inputs, _ in found)
+
+
+def test_a_term_may_begin_with_what_is_never_pending() -> None:
+    found = strategies("/ a * a -> a", [(4,), (4,)], [(4,)])
+    assert {inputs for inputs, _ in found} == {(R, R), (S0, S0), (R, SUM), (R, Partial("avg"))}
+    found = strategies("a + / _ * [i] -> a", [(4,), (3,), (3,)], [(4,)])
+    assert ((SUM, R, SUM), (SUM,)) in found
+    assert ((SUM, R, R), (SUM,)) not in found
 
 
 def test_a_number_cannot_be_pending_so_neither_can_the_other_summand() -> None:

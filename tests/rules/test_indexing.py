@@ -126,3 +126,20 @@ def test_each_claim_gives_the_answer_of_one_rank(call) -> None:
 def test_places_of_a_matrix_are_put_by_two_indices() -> None:
     first, second = PLACES.unbind(1)
     assert problems(aten.index_put.default, (X, [first, second], torch.randn(3, 3), True), {}, sizes=(2, 3, 5)) == []
+
+
+def test_what_is_written_and_what_is_written_over_are_pending_together() -> None:
+    for op in (aten.index_copy.default, aten.index_add.default):
+        assert "P(sum) R P(sum) -> P(sum)" in claims(op, X, 0, torch.tensor([3, 1]), torch.randn(2, 4, 3))
+    for op in (aten.scatter.src, aten.scatter_add.default):
+        assert "P(sum) R P(sum) -> P(sum)" in claims(op, X[:, :2, 0], 0, PLACES, torch.randn(3, 2))
+    assert "P(sum) R P(sum) -> P(sum)" in claims(aten.masked_scatter.default, X[:, 0, 0], MASK, torch.randn(5))
+    assert "P(sum) S(0) S(0) -> P(sum)" in claims(
+        aten.scatter.reduce, X[:, :2, 0], 0, PLACES, torch.randn(3, 2), "add"
+    )
+
+
+def test_a_mask_is_cut_where_the_same_is_written_to_every_row() -> None:
+    assert "S(0) S(0) R -> S(0)" in claims(aten.index_put.default, X[:, :, 0], [MASK], torch.randn(4))
+    assert "S(1) R S(0) -> S(1)" in claims(aten.index_put.default, X[:, :, 0], [MASK], torch.randn(4))
+    assert "S(0) S(0) R -> S(0)" not in claims(aten.index_put.default, X[:, :, 0], [MASK], torch.randn(3, 4))

@@ -31,6 +31,16 @@ def test_one_matrix_serves_many_right_sides() -> None:
     assert problems(aten._linalg_solve_ex.default, (POSITIVE[:1], X.mT), {}, sizes=(2, 3)) == []
 
 
+def test_each_column_of_a_right_side_is_solved_for_itself() -> None:
+    matrix, right = POSITIVE[0, 0], X[0, 0].mT
+    found = claims(aten._linalg_solve_ex.default, matrix, right)
+    assert {"R S(1) -> S(1) R R R", "R P(sum) -> P(sum) R R R"} <= found
+    found = claims(aten.linalg_lu_solve.default, LU[0, 0], PIVOTS[0, 0], right)
+    assert {"R R S(1) -> S(1)", "R R P(sum) -> P(sum)"} <= found
+    assert not any("S(0)" in claim for claim in found)
+    assert "S(1) R -> S(1)" in claims(aten.cholesky_solve.default, right, FACTOR[0, 0])
+
+
 def test_a_transform_passes_pending_sums() -> None:
     found = claims(aten._fft_c2c.default, X.cfloat(), [2, 3], 0, True)
     assert {"S(0) -> S(0)", "S(1) -> S(1)", "P(sum) -> P(sum)"} <= found

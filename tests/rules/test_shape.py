@@ -92,3 +92,13 @@ def test_each_claim_gives_the_answer_of_one_rank(op, args) -> None:
 
 def test_triangles_are_cut_along_rows_and_columns() -> None:
     assert {"S(0) -> S(0)", "S(1) -> S(1)", "S(2) -> S(2)"} <= set(claims(aten.tril.default, X))
+
+
+def test_an_odd_turn_reverses_one_dim_only() -> None:
+    x = torch.arange(30.0).view(5, 3, 2)
+    assert "S(0) -> S(1)" in claims(aten.rot90.default, x, 1, [0, 1])
+    assert "S(1) -> S(0)" in claims(aten.rot90.default, x, 3, [0, 1])
+    assert "S(0) -> S(0)" in claims(aten.rot90.default, x, 4, [0, 1])
+    for turns in range(-4, 5):
+        for dims in ([0, 1], [1, 0], [-1, 0]):
+            assert problems(aten.rot90.default, (x, turns, dims), {}, sizes=(2, 3)) == []

@@ -8,7 +8,7 @@
     ...                     broadcast dims, aligned right
     1                       a dim of size one
     _                       a tensor of any shape, whole: the same on every rank, never pending
-    *  +  /                 linear in the joined operands (`a / b` in `a` only): how a pending sum may pass
+    *  +  /                 linear in the joined operands (`a / b`, `/ b * a`: in `a` only): how a pending sum may pass
     f( )  up( )  down( )    opaque / rising / falling function: up and down let a pending max or min pass
     +( )  -( )              linear, and rising / falling as well
     same( )                 the same elements, elsewhere: lets any pending reduction pass
@@ -93,11 +93,11 @@ def parse(text: str) -> Equation:
     shape, body = (wrapped[1], wrapped[2]) if wrapped else ("linear", left)
     whole: set[str] = set()
     operands, joints = _side(body, whole, text)
-    outputs, commas = _side(right, whole, text) if right.strip() else (((),), [])  # nothing: one tensor without dims
-    if any(joint != "," for joint in commas):
+    outputs, commas = _side(right, whole, text) if right.strip() else (((),), [""])  # nothing: one tensor without dims
+    if any(joint != "," for joint in commas[1:]) or commas[:1] == ["/"]:
         raise _bad(text, "only ',' between outputs")
-    terms, divisors = _terms(joints, len(operands))
-    if shape == "linear" and "," in joints:
+    terms, divisors = _terms(joints)
+    if shape == "linear" and any(joint.startswith(",") for joint in joints):
         shape = "f"
     return Equation(text, operands, outputs, shape, terms, divisors, frozenset(whole))
 
@@ -107,8 +107,9 @@ def _bad(text: str, expected: str) -> EquationError:
 
 
 def _side(body: str, whole: set[str], text: str) -> tuple[tuple[Pattern, ...], list[str]]:
+    """The operands of a side, and by what each is joined to those before it."""
     patterns: list[list[Dim]] = [[]]
-    joints: list[str] = []
+    joints = [""]
     bracket = False
     composed: list[str] | None = None
     for token in _tokens(body, text):
@@ -119,6 +120,8 @@ def _side(body: str, whole: set[str], text: str) -> tuple[tuple[Pattern, ...], l
         elif token == ")":
             patterns[-1].append(tuple(composed or ()))
             composed = None
+        elif token == "/" and not patterns[-1]:
+            joints[-1] += token
         elif token in "*/+,":
             joints.append(token)
             patterns.append([])
@@ -146,16 +149,14 @@ def _tokens(body: str, text: str) -> Iterator[str]:
         position = found.end()
 
 
-def _terms(joints: Sequence[str], count: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    terms: list[list[int]] = [[0]] if count else []
-    divisors = []
-    for operand, joint in enumerate(joints, start=1):
-        if joint in "+,":
-            terms.append([operand])
-        else:
+def _terms(joints: Sequence[str]) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    terms: list[list[int]] = []
+    for operand, joint in enumerate(joints):
+        if joint[:1] in ("*", "/") and terms:
             terms[-1].append(operand)
-        if joint == "/":
-            divisors.append(operand)
+        else:
+            terms.append([operand])
+    divisors = [operand for operand, joint in enumerate(joints) if joint.endswith("/")]
     return tuple(tuple(term) for term in terms), tuple(divisors)
 
 

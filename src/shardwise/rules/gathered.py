@@ -21,7 +21,6 @@ RULES: dict[str, str | Rule] = {
     **dict.fromkeys(MEASURED.split(), Rule(measured=True)),
     "histc": ONE,
     "hash_tensor": ONE,
-    "as_strided_scatter": TWO,
     "linspace.Tensor_Tensor": TWO,
     "linspace.Tensor_Scalar": ONE,
     "linspace.Scalar_Tensor": ONE,

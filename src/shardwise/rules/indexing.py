@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from math import prod
 
 import torch
 
@@ -124,21 +123,24 @@ def gather(x: TensorMeta, dim: int, index: TensorMeta, sparse_grad: bool = False
     return f"{left} / {right} -> {right}"
 
 
-def scatter(x: TensorMeta, dim: int, index: TensorMeta, source: object, *_: object) -> str:
-    """Later elements win, or reduce, in the order of the index: its dim is whole."""
-    if isinstance(source, TensorMeta):
-        return _scatter(x, dim, index, source, "f({x}, {i}, {s}) -> {x}", "[j]")
-    return _scatter(x, dim, index, index, "f({x}, {i}) -> {x}", "[j]")
+def scatter(x: TensorMeta, dim: int, index: TensorMeta, source: object, *reduce: object) -> str | Rule:
+    """Later elements win, or reduce, in the order of the index: its dim is whole. Linear in all values together."""
+    if not isinstance(source, TensorMeta):
+        return _scatter(x, dim, index, index, "f({x}, {i}) -> {x}", "[j]")
+    if reduce in (("add",), ("sum",), ("sum", True)):
+        return scatter_add(x, dim, index, source)
+    form = "{x} / {i} / {s} -> {x}" if reduce == ("multiply",) else "f({x}, {i}, {s}) -> {x}"
+    return _scatter(x, dim, index, source, form if reduce else "{x} + / {i} * {s} -> {x}", "[j]")
 
 
 def scatter_add(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta) -> Rule:
     """Linear in what is added, which may be cut along the index: then the parts add up."""
-    return Rule(_scatter(x, dim, index, source, "{x} + {i} * {s} -> {x}", "i"), pends=False, local=_write_along_local)
+    return Rule(_scatter(x, dim, index, source, "{x} + / {i} * {s} -> {x}", "i"), local=_write_along_local)
 
 
 def _scatter(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta, form: str, own: str) -> str:
     if not _match(x, index, source):
-        return form.format(x="_", i="_", s="_") if "f(" in form else "f(_, _, _) -> _"
+        return form.format(x="_", i="_", s="_") if "{s}" not in form else "f(_, _, _) -> _"
     place = wrap(dim, len(x.shape))
     names: tuple[list[str], list[str], list[str]] = ([], [], [])
     for at, sizes in enumerate(zip(x.shape, index.shape, source.shape, strict=True)):
@@ -166,24 +168,28 @@ def index_add(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta, al
     if not x.shape or not source.shape:
         return "f(_, _, _) -> _"
     dims, from_, i = _one_dim(x, dim, index)
-    return Rule(f"{dims} + {i} * {text(from_)} -> {dims}", pends=False, local=_write_along_local)
+    return Rule(f"{dims} + / {i} * {text(from_)} -> {dims}", local=_write_along_local)
 
 
 def index_copy(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta) -> str:
+    return _along_index(x, dim, index, source, "{x} + / {i} * {s} -> {x}")
+
+
+def index_reduce(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta, *_: object) -> str:
+    return _along_index(x, dim, index, source, "f({x}, {i}, {s}) -> {x}")
+
+
+def _along_index(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta, form: str) -> str:
     if not x.shape or not source.shape:
         return "f(_, _, _) -> _"
     dims, from_, i = _one_dim(x, dim, index)
     whole_source = ["[i]" if name == "i" else name for name in from_]
-    return f"f({dims}, {i.replace('i', '[i]')}, {text(whole_source)}) -> {dims}"
-
-
-def index_reduce(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta, *_: object) -> str:
-    return index_copy(x, dim, index, source)
+    return form.format(x=dims, i=i.replace("i", "[i]"), s=text(whole_source))
 
 
 def index_fill(x: TensorMeta, dim: int, index: TensorMeta, value: object) -> str:
     dims = text(named(len(x.shape)))
-    return f"f({dims}, _{', ...' if isinstance(value, TensorMeta) else ''}) -> {dims}"
+    return f"{dims} + / _ * ... -> {dims}" if isinstance(value, TensorMeta) else f"f({dims}, _) -> {dims}"
 
 
 def take(x: TensorMeta, index: TensorMeta) -> str:
@@ -191,11 +197,15 @@ def take(x: TensorMeta, index: TensorMeta) -> str:
 
 
 def put(x: TensorMeta, index: TensorMeta, source: TensorMeta, accumulate: bool = False) -> str:
-    return "f(_, _, _) -> _"
+    if index.shape != source.shape:
+        return f"{whole(x)} + / _ * {whole(source, 's')} -> {whole(x)}"
+    places = text(named(len(index.shape), "i")) if accumulate else whole(index, "i")
+    return f"{whole(x)} + / {places} * {places} -> {whole(x)}"
 
 
 def masked_scatter(x: TensorMeta, mask: TensorMeta, source: TensorMeta) -> str:
-    return "f(_, _, _) -> _"
+    result = whole(max(x, mask, key=lambda item: len(item.shape)))
+    return f"{result} + / _ * {whole(source, 's')} -> {result}"
 
 
 def masked_scatter_backward(grad: TensorMeta, mask: TensorMeta, *_: object) -> str:
@@ -259,23 +269,27 @@ def index_put(
     """Where several values meet, one wins, unless they accumulate: then the index is cut, and the parts add up."""
     dims = Indexed(x, indices, own="i{}" if accumulate else "[i{}]", writes=True)
     own = text(dims.x)
-    if _fills(indices, values, accumulate):
-        mask = next(place for place, index in enumerate(indices) if index is not None)
-        beside = [text(dims.x[mask : mask + len(dims.covered)]) if at == mask else "_" for at in range(len(indices))]
-        return f"f({', '.join([own, *beside, text(['1'] * len(values.shape))])}) -> {own}"
     put = dims.result[max(0, len(dims.result) - len(values.shape)) :]
     ones = ["1"] * (len(values.shape) - len(put))
+    if _fills(x, indices, values, accumulate):
+        mask = next(place for place, index in enumerate(indices) if index is not None)
+        beside = [text(dims.x[mask : mask + len(dims.covered)]) if at == mask else "_" for at in range(len(indices))]
+        put = ["1" if name == "[m0]" else name for name in put]
+        return f"{' / '.join([f'{own} +', *beside])} * {text([*ones, *put])} -> {own}"
+    written = f"{' / '.join([f'{own} +', *dims.indices])} * {text([*ones, *put])} -> {own}"
     if any("[" in name for name in dims.names) or not accumulate:
-        return f"f({', '.join([own, *dims.indices, text([*ones, *put])])}) -> {own}"
-    return Rule(
-        f"{own} + {' * '.join([*dims.indices, text([*ones, *put])])} -> {own}", pends=False, local=_index_put_local
-    )
+        return written
+    return Rule(written, local=_index_put_local)
 
 
-def _fills(indices: Sequence[MaybeMeta], values: TensorMeta, accumulate: bool) -> bool:
-    """Whether one value is written wherever a mask is true: to each element for itself."""
-    given = [index for index in indices if index is not None]
-    return len(given) == 1 and given[0].dtype in MASKS and prod(values.shape) == 1 and not accumulate
+def _fills(x: TensorMeta, indices: Sequence[MaybeMeta], values: TensorMeta, accumulate: bool) -> bool:
+    """Whether the same is written wherever a mask is true: to each element, or row, for itself."""
+    given = [(place, index) for place, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or given[0][1].dtype not in MASKS or accumulate:
+        return False
+    place, mask = given[0]
+    behind = len(x.shape) - place - len(mask.shape)
+    return len(values.shape) <= behind or values.shape[-1 - behind] == 1
 
 
 def _cut_dims(call: Call, placing: Placing) -> list[int]:
@@ -326,7 +340,7 @@ def _by_places(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | No
 
 def _index_put_local(call: Call, placing: Placing) -> Run:
     cut, spec = _cut_dims(call, placing), placing.inputs[0]
-    if spec is None or not cut or _fills(call.args[1], call.args[2], call.args[3]):
+    if spec is None or not cut or _fills(*call.args[:4]):
         return call.op
 
     def run(x: torch.Tensor, indices: Sequence[torch.Tensor | None], *rest: object) -> torch.Tensor:

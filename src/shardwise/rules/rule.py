@@ -101,6 +101,7 @@ class Rule:
                  there is more than one, ``expand`` it is
     ``exchanging`` given the call, strategies beside those of the meaning, by which the local calls of the ranks of an
                  axis talk to each other: they exchange borders, say
+    ``beside``   given the call, strategies beside those of the meaning, which no text can say
     ``plain``    names of arguments for which a plain tensor is taken as replicated: indices and masks, mostly, which
                  programs write down themselves, and torch as well
     """
@@ -119,6 +120,7 @@ class Rule:
     apart: bool = False
     plain: tuple[str, ...] = ()
     exchanging: Callable[[Call], Strategies] | None = None
+    beside: Callable[[Call], Strategies] | None = None
 
 
 @dataclass(slots=True)
@@ -174,8 +176,12 @@ def choices(rule: Rule, call: Call) -> Choices:
         steady=frozenset(place for place, meta in enumerate(call.operands) if meta and meta.dtype is torch.bool),
         passes=_passing(call) if rule.pends else frozenset(),
     )
-    exchanging = () if rule.exchanging is None else rule.exchanging(call)
-    listed = {f"exchange {index}": strategy for index, strategy in enumerate(exchanging)}
+    more = {"exchange": rule.exchanging, "beside": rule.beside}
+    listed = {
+        f"{kind} {index}": strategy
+        for kind, listing in more.items()
+        for index, strategy in enumerate(() if listing is None else listing(call))
+    }
     key = (meaning, bound.reduce, bound.passes, bound.steady, rule.out, rule.in_place, rule.contiguous, len(listed))
     return Choices(
         bound.sizes,

@@ -182,7 +182,9 @@ def roll(x: TensorMeta, shifts: Sizes, dims: Sizes = ()) -> str:
 
 
 def rot90(x: TensorMeta, k: int, dims: Sizes) -> str:
-    before = along(x, dims)
+    """An odd turn reverses one of the dims only, an even one both or none."""
+    first, second = (wrap(dim, len(x.shape)) for dim in dims)
+    before = along(x, {0: (), 1: (second,), 2: (first, second), 3: (first,)}[k % 4])
     after = list(before)
     if k % 2:
         after[dims[0]], after[dims[1]] = before[dims[1]], before[dims[0]]
@@ -251,13 +253,19 @@ def _sized_local(call: Call, placing: Placing) -> Run:
 def slice_scatter(
     x: TensorMeta, src: TensorMeta, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> str:
-    dims = along(x, [dim])
+    everything = x.shape == src.shape and step > 0
+    dims = along(x, [] if everything else [dim])
     return same([dims, dims], [dims])
 
 
 def select_scatter(x: TensorMeta, src: TensorMeta, dim: int, index: int) -> str:
     dims = along(x, [dim])
     return same([dims, without(dims, dim)], [dims])
+
+
+def as_strided_scatter(x: TensorMeta, src: TensorMeta, *_: object) -> str:
+    own, written = ([f"[{name}]" for name in named(len(item.shape), prefix)] for item, prefix in ((x, "d"), (src, "s")))
+    return same([own, written], [own])
 
 
 def diagonal_scatter(x: TensorMeta, src: TensorMeta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> str:
@@ -341,6 +349,7 @@ WRITES = {
     "unfold_backward": Rule(unfold_backward, local=_sized_local),
     "slice_scatter": slice_scatter,
     "select_scatter": select_scatter,
+    "as_strided_scatter": as_strided_scatter,
     "diagonal_scatter": diagonal_scatter,
 }
 
