@@ -33,7 +33,9 @@ def test_nothing_on_the_right_is_one_tensor_without_dims() -> None:
     assert parse("-> a").operands == ()
 
 
-@pytest.mark.parametrize("text", ["a b", "a -> b -> c", "a [b -> a", "(a b -> a", "a ? b -> a", "a -> b * c", "a -> / b"])
+@pytest.mark.parametrize(
+    "text", ["a b", "a -> b -> c", "a [b -> a", "(a b -> a", "a ? b -> a", "a -> b * c", "a -> / b"]
+)
 def test_a_text_outside_the_grammar_is_refused(text: str) -> None:
     with pytest.raises(EquationError):
         parse(text)

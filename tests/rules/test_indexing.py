@@ -134,9 +134,7 @@ def test_what_is_written_and_what_is_written_over_are_pending_together() -> None
     for op in (aten.scatter.src, aten.scatter_add.default):
         assert "P(sum) R P(sum) -> P(sum)" in claims(op, X[:, :2, 0], 0, PLACES, torch.randn(3, 2))
     assert "P(sum) R P(sum) -> P(sum)" in claims(aten.masked_scatter.default, X[:, 0, 0], MASK, torch.randn(5))
-    assert "P(sum) S(0) S(0) -> P(sum)" in claims(
-        aten.scatter.reduce, X[:, :2, 0], 0, PLACES, torch.randn(3, 2), "add"
-    )
+    assert "P(sum) S(0) S(0) -> P(sum)" in claims(aten.scatter.reduce, X[:, :2, 0], 0, PLACES, torch.randn(3, 2), "add")
 
 
 def test_a_mask_is_cut_where_the_same_is_written_to_every_row() -> None:
