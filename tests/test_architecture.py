@@ -69,6 +69,8 @@ LAYERS = [
     ],
     ["rules.table"],
     ["rules.checker"],
+    ["rules.check"],
+    ["testing"],
     ["redistribute.topology"],
     ["redistribute.parcels"],
     ["redistribute.steps"],

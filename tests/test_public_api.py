@@ -75,6 +75,7 @@ FACES = {
         "ShardwiseError",
         "ViewError",
         "WorldError",
+        "WrongRuleError",
     ],
     "shardwise.collectives": [
         "AsyncCollectiveTensor",
@@ -116,6 +117,9 @@ FACES = {
         "DeadlockError",
         "RankError",
         "run",
+    ],
+    "shardwise.testing": [
+        "check_rule",
     ],
     "shardwise.checkpoint": [],
     "shardwise.debug": [

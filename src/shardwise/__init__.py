@@ -26,6 +26,7 @@ from shardwise.errors import (
     ShardwiseError,
     ViewError,
     WorldError,
+    WrongRuleError,
 )
 from shardwise.mesh.mesh import DeviceMesh, current_mesh, init_device_mesh
 from shardwise.mesh.world import World, current_world, dry_world, use_world
@@ -75,6 +76,7 @@ __all__ = [
     "ViewError",
     "World",
     "WorldError",
+    "WrongRuleError",
     "current_mesh",
     "current_world",
     "distribute_module",

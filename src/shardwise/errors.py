@@ -20,6 +20,7 @@ Each derives from `ShardwiseError` and from the builtin that a caller of PyTorch
     ├── DistributedTwiceError (RuntimeError) a module that has been distributed before
     ├── EquationError (ValueError)           the text of a rule does not parse or fit
     ├── RuleError (NotImplementedError)      an operator, or this use of it, has no sharding rule
+    ├── WrongRuleError (AssertionError)      a rule that claims what gives another answer
     ├── ViewError (RuntimeError)             a view that would need communication
     ├── InplaceError (RuntimeError)          an in-place operator that would change a placement
     ├── MixedTensorError (RuntimeError)      plain and distributed tensors in one call
@@ -105,6 +106,10 @@ class EquationError(ShardwiseError, ValueError):
 
 class RuleError(ShardwiseError, NotImplementedError):
     """An operator, or this use of it, has no sharding rule."""
+
+
+class WrongRuleError(ShardwiseError, AssertionError):
+    """A rule that claims a strategy by which the answer is not that of one rank."""
 
 
 class ViewError(ShardwiseError, RuntimeError):

@@ -51,7 +51,7 @@ def missed(infos: Sequence[OpInfo]) -> Iterator[str]:
             if way not in offered:
                 results = _results(made, way)
                 if results is not None:
-                    yield f"{made[0].op}{checker._shown(made[0].call)}: {Strategy(way, results)}"
+                    yield f"{made[0].op}{checker.shown(made[0].call)}: {Strategy(way, results)}"
 
 
 def _calls(infos: Sequence[OpInfo]) -> Iterator[list[Trial]]:

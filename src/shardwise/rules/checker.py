@@ -90,22 +90,22 @@ def problems(
         return []
     found = []
     try:
-        expanded = _check_expanded(made)
+        expanded = check_expanded(made)
         if expanded:
-            found.append(f"{op} {_shown(made.call)} expanded: {expanded}")
+            found.append(f"{op} {shown(made.call)} expanded: {expanded}")
         for parts in sizes:
-            for strategy in _tried(made, parts):
+            for strategy in tried(made, parts):
                 wrong = check_trial(made, strategy, parts)
                 if wrong:
-                    found.append(f"{op} {_shown(made.call)} on {parts} ranks by {strategy}: {wrong}")
+                    found.append(f"{op} {shown(made.call)} on {parts} ranks by {strategy}: {wrong}")
     except NotImplementedError:  # the rule says that this use has none
         return found
     except ShardwiseError as error:
-        found.append(f"{op} {_shown(made.call)}: {type(error).__name__}: {error}")
+        found.append(f"{op} {shown(made.call)}: {type(error).__name__}: {error}")
     return found
 
 
-def _shown(call: Call) -> str:
+def shown(call: Call) -> str:
     metas = {id(meta): meta for meta in call.operands}
     return f"({', '.join(str(metas.get(id(arg), arg)) for arg in call.args)})"
 
@@ -124,7 +124,7 @@ def _claims(made: Trial, parts: int) -> Iterator[tuple[Strategy, bool]]:
             yield strategy, chosen.takes_any_cut(label)
 
 
-def _tried(made: Trial, parts: int) -> Iterator[Strategy]:
+def tried(made: Trial, parts: int) -> Iterator[Strategy]:
     for strategy, takes_any_cut in _claims(made, parts):
         yield strategy
         if takes_any_cut:
@@ -171,7 +171,7 @@ def _placing(made: Trial, strategy: Strategy, parts: int, index: int) -> Placing
     return Placing(inputs, outputs, (index,))
 
 
-def _check_expanded(made: Trial) -> str | None:
+def check_expanded(made: Trial) -> str | None:
     rule, _ = resolve(made.rule, made.call)
     if rule.expand is None:
         return None
