@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from shardwise import Replicate, Shard, distribute_tensor, init_device_mesh, sim
 from shardwise.sharding.spec import TensorMeta
 from shardwise.tensor.metas import LAWS, ask_torch, output_metas
 
@@ -61,3 +65,39 @@ def test_laws_agree_with_torch(chunk) -> None:
             assert output_metas(func, args, kwargs) == expected, (name, func, args, kwargs)
             compared += 1
     assert compared > 100
+
+
+LAST = {"memory_format": torch.channels_last}
+KEPT = {
+    "convolution": (F.conv2d, [(2, 4, 5, 6), (6, 4, 3, 3)]),
+    "grouped convolution": (partial(F.conv2d, groups=2), [(2, 4, 5, 6), (6, 2, 3, 3)]),
+    "transposed convolution": (F.conv_transpose2d, [(2, 4, 5, 6), (4, 6, 3, 3)]),
+    "roll": (partial(torch.roll, shifts=1, dims=-1), [(2, 4, 5, 6)]),
+    "flat roll": (partial(torch.roll, shifts=1), [(2, 4, 5, 6)]),
+    "reflection": (partial(F.pad, pad=(1, 1, 1, 1), mode="reflect"), [(2, 4, 5, 6)]),
+    "replication": (partial(F.pad, pad=(1, 1, 1, 1), mode="replicate"), [(2, 4, 5, 6)]),
+    "pixel shuffle": (partial(F.pixel_shuffle, upscale_factor=2), [(2, 8, 5, 6)]),
+    "channel shuffle": (partial(F.channel_shuffle, groups=2), [(2, 8, 5, 6)]),
+    "copysign": (torch.copysign, [(2, 4, 5, 6), (4, 1, 6)]),
+    "floor division": (torch.floor_divide, [(2, 4, 5, 6), (6,)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", KEPT)
+def test_results_lie_in_memory_as_kernels_leave_them(name: str, dtype: torch.dtype) -> None:
+    function, shapes = KEPT[name]
+    whole = [torch.randn(shape, dtype=dtype) for shape in shapes]
+    formats = [(lambda x: x), (lambda x: x.contiguous(**LAST) if x.ndim == 4 else x), (lambda x: x.mT.contiguous().mT)]
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for number in range(len(formats) ** len(shapes)):
+            ways = [formats[number // len(formats) ** at % len(formats)] for at in range(len(shapes))]
+            parts = [way(x) if x.ndim > 1 else x for x, way in zip(whole, ways, strict=True)]
+            placements = [[Shard(0)], *[[Replicate()]] * (len(parts) - 1)]
+            given = [distribute_tensor(x, mesh, own) for x, own in zip(parts, placements, strict=True)]
+            assert [x.stride() for x in given] == [x.stride() for x in parts]
+            assert function(*given).stride() == function(*parts).stride(), number
+
+    sim.run(body, 2)

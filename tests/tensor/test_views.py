@@ -6,12 +6,25 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redistribute.layouts import coordinates, spec_of
-from shardwise import DTensor, Owned, RaggedShard, Replicate, Shard, StridedShard, ViewError, init_device_mesh
+from shardwise import (
+    DTensor,
+    Owned,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+    ViewError,
+    distribute_tensor,
+    init_device_mesh,
+    sim,
+)
 from shardwise.mesh.world import dry_world, use_world
 from shardwise.sharding.spec import Spec
 
@@ -161,3 +174,27 @@ def uneven_steps(spec: Spec, before: torch.Tensor, after: torch.Tensor) -> bool:
             if len(set((places[1:] - places[:-1]).tolist())) > 1:
                 return True
     return False
+
+
+def test_another_dtype_of_what_is_pending_is_refused() -> None:
+    x = torch.arange(8.0)
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        pending = DTensor.from_local(x / 2, mesh, [Partial()])
+        with pytest.raises(ViewError, match="never communicates"):
+            pending.view(torch.int32)
+        assert torch.equal(torch.view_copy(pending, dtype=torch.int32).full_tensor(), x.view(torch.int32))
+        assert pending.view(torch.float32).placements == (Partial(),)
+
+    sim.run(body, 2)
+
+
+def test_a_rank_without_a_part_views_it_as_the_same_dtype() -> None:
+    def body() -> None:
+        x = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (3,)), [Shard(0)])
+        viewed = x.view(torch.float64)
+        assert viewed.to_local().dtype is torch.float64
+        assert torch.equal(viewed.full_tensor(), torch.arange(4.0).view(torch.float64))
+
+    sim.run(body, 3)

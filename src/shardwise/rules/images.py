@@ -30,6 +30,7 @@ class Image:
     ``boxes``    where a part that holds something lies in each output (None: nothing); None if it is no box
     ``run``      the results on a rank that holds the part, given the local tensor, the part and those of the results
     ``exact``    whether every element of the outputs comes from the operand; where not, the others are zeros
+    ``pends``    whether the elements stay what they are, so that a pending reduction of them passes
     """
 
     touched: frozenset[int]
@@ -37,6 +38,7 @@ class Image:
     boxes: Callable[[Box], Boxes | None]
     run: Run
     exact: bool = True
+    pends: bool = True
 
 
 # --- regrouping
@@ -319,9 +321,12 @@ def windows(size_of_dim: int, ndim: int, dim: int, size: int, step: int) -> Imag
     return Image(frozenset({dim}), (_others(ndim, dim),), boxes, run)
 
 
-def rescaling(ndim: int, before: int, after: int, dtype: torch.dtype) -> Image:
+def rescaling(ndim: int, own: torch.dtype, dtype: torch.dtype) -> Image:
     """The image of a view as another dtype: the last dim counts elements of another size, in bytes."""
-    dim = ndim - 1
+    dim, before, after = ndim - 1, own.itemsize, dtype.itemsize
+
+    def run(x: torch.Tensor, part: Box, results: Boxes) -> Sequence[torch.Tensor | None]:
+        return [x.view(dtype)]
 
     def boxes(part: Box) -> Boxes | None:
         scaled = [(start * before, stop * before) for start, stop in part[dim]]
@@ -329,7 +334,7 @@ def rescaling(ndim: int, before: int, after: int, dtype: torch.dtype) -> Image:
             return None
         return ((*part[:dim], tuple((start // after, stop // after) for start, stop in scaled)),)
 
-    return Image(frozenset({dim}), (_others(ndim, dim),), boxes, lambda x, part, results: [x.view(dtype)])
+    return Image(frozenset({dim}), (_others(ndim, dim),), boxes, run, pends=own is dtype)
 
 
 def shape_of(box: Box | None) -> tuple[int, ...]:

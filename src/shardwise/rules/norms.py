@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from shardwise.rules.empty import unless_empty, zeros
 from shardwise.rules.rule import Call, Placing, Rule
@@ -118,6 +119,11 @@ def _per_channel(statistic: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def _in_format(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``y`` in the memory format that ``x`` suggests, which may be another than that of ``x``."""
+    return y if x.is_contiguous() else y.contiguous(memory_format=suggest_memory_format(x))
+
+
 def _settled(moments: torch.Tensor) -> torch.Tensor:
     """Moments that are used more than once, reduced over the ranks once: what is pending becomes whole."""
     placements = getattr(moments, "placements", ())
@@ -153,7 +159,7 @@ def batch_norm_training(
     _follow(running_mean, mean, momentum)
     count = prod(x.shape[dim] for dim in dims)
     _follow(running_var, var * (count / max(count - 1, 1)), momentum)
-    return result.to(x.dtype), mean, inverse
+    return _in_format(result.to(x.dtype), x), mean, inverse
 
 
 def batch_norm_given(
@@ -175,7 +181,7 @@ def batch_norm_given(
     shift = -running_mean * scale if bias is None else bias - running_mean * scale
     result = aten.addcmul.default(_per_channel(shift, x), x, _per_channel(scale, x))
     saved = [aten.new_zeros.default(running_mean, [0 if x.device.type == "cpu" else x.shape[1]]) for _ in range(2)]
-    return result.to(x.dtype), saved[0], saved[1]
+    return _in_format(result.to(x.dtype), x), saved[0], saved[1]
 
 
 def _follow(running: MaybeTensor, new: torch.Tensor, momentum: float) -> None:

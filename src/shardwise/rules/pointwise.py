@@ -119,7 +119,7 @@ def clamped(_x: TensorMeta, *_bounds: object) -> str:
 
 
 def powered(_x: TensorMeta, exponent: Number) -> str:
-    if isinstance(exponent, complex) or exponent != int(exponent) or exponent < 1:
+    if isinstance(exponent, complex) or not math.isfinite(exponent) or exponent != int(exponent) or exponent < 1:
         return "f(...) -> ..."
     return "+(...) -> ..." if exponent == 1 else "up(...) -> ..." if exponent % 2 else "f(...) -> ..."
 

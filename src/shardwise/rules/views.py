@@ -127,7 +127,7 @@ def view_dtype(x: TensorMeta, dtype: torch.dtype) -> str:
 
 
 def dtype_image(x: TensorMeta, dtype: torch.dtype) -> Image | None:
-    return rescaling(len(x.shape), x.dtype.itemsize, dtype.itemsize, dtype) if x.shape else None
+    return rescaling(len(x.shape), x.dtype, dtype) if x.shape else None
 
 
 def as_strided(x: TensorMeta, size: Sizes, stride: Sizes, storage_offset: int | None = None) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from shardwise.mesh.world import current_world
 from shardwise.sharding.spec import TensorMeta
@@ -37,15 +38,16 @@ def output_metas(op: Op, args: Args, kwargs: Kwargs) -> Metas:
 
 
 def ask_torch(op: Op, args: Args, kwargs: Kwargs) -> Metas:
-    """The same by torch's own meta kernels."""
+    """The same by torch's own meta kernels, mended where they forget in which order dims lie in memory."""
     given = {name: _meta(argument) for name, argument in kwargs.items()}
     if given.get("device") is not None:
         given["device"] = torch.device("meta")
     given.pop("pin_memory", None)
     results = op(*(_meta(argument) for argument in args), **given)
-    if isinstance(results, torch.Tensor):
-        return (TensorMeta.of(results),)
-    return tuple(TensorMeta.of(result) if isinstance(result, torch.Tensor) else None for result in results)
+    found = [results] if isinstance(results, torch.Tensor) else results
+    metas = tuple(TensorMeta.of(result) if isinstance(result, torch.Tensor) else None for result in found)
+    mended = MENDED.get(op)
+    return metas if mended is None or metas[0] is None else (mended(args, metas[0]), *metas[1:])
 
 
 def _meta(argument: object) -> object:
@@ -56,6 +58,47 @@ def _meta(argument: object) -> object:
     if isinstance(argument, torch.Generator):
         return None
     return argument
+
+
+# --- what meta kernels forget
+
+
+def _in_format(meta: TensorMeta, memory_format: torch.memory_format) -> TensorMeta:
+    like = torch.empty(meta.shape, device="meta", memory_format=memory_format)
+    return TensorMeta(meta.shape, like.stride(), meta.dtype)
+
+
+def _format_of(argument: object) -> torch.memory_format:
+    tensor = _meta(argument)
+    assert isinstance(tensor, torch.Tensor), argument
+    return suggest_memory_format(tensor)
+
+
+def _format_kept(args: Args, meta: TensorMeta) -> TensorMeta:
+    return _in_format(meta, _format_of(args[0]))
+
+
+def _rolled(args: Args, meta: TensorMeta) -> TensorMeta:
+    return _format_kept(args, meta) if len(args) > 2 and args[2] else meta  # without dims, it is flattened
+
+
+def _convolved(args: Args, meta: TensorMeta) -> TensorMeta:
+    last = torch.channels_last in map(_format_of, args[:2])
+    images = len(meta.shape) == 4
+    return _in_format(meta, torch.channels_last) if last and images else meta
+
+
+def _powered(args: Args, meta: TensorMeta) -> TensorMeta:
+    truths = isinstance(args[0], TensorMeta) and args[0].dtype is torch.bool and isinstance(args[1], bool)
+    return TensorMeta(meta.shape, meta.stride, torch.bool) if truths else meta
+
+
+def _iterated(args: Args, meta: TensorMeta) -> TensorMeta:
+    stride = ask_torch(torch.ops.aten.add.Tensor, args[:2], {})[0]
+    return meta if stride is None else TensorMeta(meta.shape, stride.stride, meta.dtype)
+
+
+# --- laws
 
 
 def _pointwise(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
@@ -251,6 +294,27 @@ def _nll_loss(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
 
 
 aten = torch.ops.aten
+MENDED: dict[Op, Callable[[Args, TensorMeta], TensorMeta]] = {
+    aten.convolution.default: _convolved,
+    aten.roll.default: _rolled,
+    aten.pow.Tensor_Scalar: _powered,
+    aten.copysign.Tensor: _iterated,
+    aten.floor_divide.default: _iterated,
+    **dict.fromkeys(
+        (
+            aten.reflection_pad2d.default,
+            aten.reflection_pad3d.default,
+            aten.replication_pad2d.default,
+            aten.replication_pad3d.default,
+            aten.pixel_shuffle.default,
+            aten.channel_shuffle.default,
+            aten.native_channel_shuffle.default,
+            aten.max_unpool2d.default,
+        ),
+        _format_kept,
+    ),
+}
+
 LAWS: dict[Op, Law] = {
     aten.addmm.default: _product,
     aten.bmm.default: _product,

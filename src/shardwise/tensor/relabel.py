@@ -10,7 +10,7 @@ import torch
 from shardwise.redistribute.planner import price
 from shardwise.rules.images import Boxes, Image
 from shardwise.sharding.fitting import Box, fit, volume
-from shardwise.sharding.placement import Cut, Owned, Placement, Replicate, Shard, StridedShard
+from shardwise.sharding.placement import Cut, Owned, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta
 
 Placements = tuple[Placement, ...]
@@ -22,6 +22,8 @@ TRIED = 512  # how many other placements are tried, before a refusal advises to 
 def relabelled(spec: Spec, image: Image, metas: Metas) -> tuple[Spec, ...] | None:
     """Where the results lie if every element stays where it is; None if no placements say that."""
     axes = involved(spec, image)
+    if any(isinstance(spec.placements[axis], Partial) for axis in axes):
+        return None
     found: dict[tuple[int, ...], Boxes] = {}
     for place in product(*(range(spec.mesh.shape[axis]) for axis in axes)):
         coordinate = [0] * spec.mesh.ndim
@@ -53,12 +55,15 @@ def relabelled(spec: Spec, image: Image, metas: Metas) -> tuple[Spec, ...] | Non
 
 
 def involved(spec: Spec, image: Image) -> tuple[int, ...]:
-    """The axes that cut a dim that the image touches, or hold the tensor on one rank."""
-    return tuple(
-        axis
-        for axis, (own, parts) in enumerate(zip(spec.placements, spec.mesh.shape, strict=True))
-        if parts > 1 and (isinstance(own, Owned) or (isinstance(own, Cut) and own.dim in image.touched))
-    )
+    """The axes that cut a dim that the image touches, hold the tensor on one rank, or pend what does not pass."""
+
+    def matters(own: Placement) -> bool:
+        if isinstance(own, Cut):
+            return own.dim in image.touched
+        return isinstance(own, Owned) or (isinstance(own, Partial) and not image.pends)
+
+    roles = zip(spec.placements, spec.mesh.shape, strict=True)
+    return tuple(axis for axis, (own, parts) in enumerate(roles) if parts > 1 and matters(own))
 
 
 def _passing(own: Placement, image: Image, output: int, meta: TensorMeta) -> Placement:
@@ -86,14 +91,14 @@ def local_view(
 ) -> Callable[..., object]:
     """What the rank at ``coordinate`` does: the results of its part, and nothing, or zeros, where it has no part."""
     part, results = _part(spec, coordinate), tuple(_part(output, coordinate) for output in outputs)
-    shapes = [output.local_shape(coordinate) for output in outputs]
+    shapes = [(output.local_shape(coordinate), output.meta.dtype) for output in outputs]
     nothing = not any(volume(result) for result in results)
 
     def run(x: torch.Tensor, *_: object) -> object:
         made = [None] * len(shapes) if nothing or part is None else image.run(x, part, results)
         found = [
-            x.new_zeros(shape) if one is None else one.clone() if copies else one
-            for one, shape in zip(made, shapes, strict=True)
+            x.new_zeros(shape, dtype=dtype) if one is None else one.clone() if copies else one
+            for one, (shape, dtype) in zip(made, shapes, strict=True)
         ]
         return found if listed else found[0]
 
