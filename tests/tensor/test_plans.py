@@ -7,6 +7,7 @@ taken for something else: values, dtype, shape and strides are those of one rank
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections import Counter
@@ -416,15 +417,12 @@ def compared(found: list, whole: list, expected: list, lying: list[str]) -> str:
     return "right"
 
 
-@pytest.mark.parametrize(("shape", "steps"), [((3,), 1500), ((2, 2), 700)])
+@pytest.mark.parametrize(("shape", "steps"), [((3,), 900), ((2, 2), 300)])
 def test_plans_never_lie(shape: tuple[int, ...], steps: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ranks = sim.run(fuzzed, torch.tensor(shape).prod().item(), shape, steps, 0)
-    went, wrong = ranks[0]
+        went, wrong = sim.run(fuzzed, math.prod(shape), shape, steps, 0)[0]
     assert not wrong, "\n".join([f"{len(wrong)} of {steps}", *wrong[:20]])
-    total = Counter()
-    for (verdict, _), count in went.items():
-        total[verdict] += count
-    assert total["right"] > 0.8 * (steps - total["invalid"]), total
-    assert {name for verdict, name in went if verdict == "right"} == set(CALLS)
+    counts = Counter(verdict for verdict, _ in went.elements())
+    assert counts["right"] > 0.95 * (steps - counts["invalid"]), counts
+    assert len({name for verdict, name in went if verdict == "right"}) > 0.9 * len(CALLS)

@@ -300,6 +300,7 @@ MENDED: dict[Op, Callable[[Args, TensorMeta], TensorMeta]] = {
     aten.pow.Tensor_Scalar: _powered,
     aten.copysign.Tensor: _iterated,
     aten.floor_divide.default: _iterated,
+    aten.div.Tensor_mode: _iterated,
     **dict.fromkeys(
         (
             aten.reflection_pad2d.default,
