@@ -28,6 +28,7 @@ def register_sharding(op: Op | Sequence[Op]) -> Callable[[Listing], Listing]:
     >>> @shardwise.register_sharding(torch.ops.aten.erfinv.default)
     ... def erfinv(x):
     ...     return [([shardwise.Replicate()], [shardwise.Replicate()]), ([shardwise.Shard(0)], [shardwise.Shard(0)])]
+    >>> shardwise.unregister_rule("erfinv")
     """
     ops = [op] if isinstance(op, torch._ops.OpOverload) else list(op)
 
