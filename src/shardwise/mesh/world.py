@@ -207,7 +207,11 @@ _process: list[tuple[Any, World]] = []  # the process world, beside the default 
 
 def current_world() -> World:
     """The world that this thread is in; at the first call, the process world."""
-    return _current.world or _process_world()
+    if (world := _current.world) is not None:
+        return world
+    if _process and _process[0][0] is c10d._world.default_pg and not is_dynamo_compiling():
+        return _process[0][1]
+    return _process_world()
 
 
 @contextlib.contextmanager
@@ -223,9 +227,6 @@ def use_world(world: World) -> Iterator[World]:
 def _process_world() -> World:
     if is_dynamo_compiling():
         _make_process_world()
-    default = dist.group.WORLD
-    if _process and _process[0][0] is default:
-        return _process[0][1]
     with _process_lock:
         return _find_process_world()
 

@@ -64,7 +64,6 @@ class DTensor(torch.Tensor):
             strides=meta.stride,
             dtype=meta.dtype,
             device=local.device,
-            layout=local.layout,
             requires_grad=requires_grad,
         )
         made._local_tensor = local
