@@ -90,6 +90,7 @@ LAYERS = [
     ["tensor.prepare"],
     ["tensor.explicit"],
     ["tensor.dispatch"],
+    ["tensor.roads"],
     ["tensor.agree"],
     ["tensor.dtensor"],
     ["tensor.stored"],

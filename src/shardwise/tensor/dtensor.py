@@ -10,19 +10,18 @@ from typing import Any, cast
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from shardwise.errors import PlacementError, RedistributeError, RuleError, ViewError, message
+from shardwise.errors import PlacementError, RedistributeError, RuleError, message
 from shardwise.mesh.mesh import DeviceMesh, current_mesh
-from shardwise.mesh.world import current_world
 from shardwise.redistribute import execute
 from shardwise.redistribute.planner import plan
 from shardwise.redistribute.transfer import transfer
 from shardwise.sharding.placement import Cut, Partial, Placement, RaggedShard, Replicate
 from shardwise.sharding.spec import Spec, TensorMeta, check_sizes, dense, normalize
 from shardwise.tensor import agree, dispatch
+from shardwise.tensor.roads import MARKED
 
 Placements = Sequence[Placement]
 PARTS = 16384  # of how many parts it is remembered what they are parts of
-ROADS = 4096  # how many ways around an impossible view a rank remembers
 
 
 class DTensor(torch.Tensor):
@@ -65,6 +64,7 @@ class DTensor(torch.Tensor):
             dtype=meta.dtype,
             device=local.device,
             requires_grad=requires_grad,
+            _extra_dispatch_keys=MARKED,
         )
         made._local_tensor = local
         made._spec = spec
@@ -175,38 +175,6 @@ class DTensor(torch.Tensor):
             return _moved(source, goal, async_op)
         applied = _Redistribute.apply(source, goal, async_op, backward_dtype or self.dtype)  # type: ignore[no-untyped-call]
         return cast(DTensor, applied)
-
-    def reshape(self, *shape: Any) -> DTensor:
-        """The same elements in another shape: a view where that is exact, else after the cheapest redistribution.
-
-        Unlike ``view`` it may communicate, which `explicit` forbids; ``torch.reshape`` is as strict as ``view``.
-        """
-        sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        return self._by_the_cheapest_road("reshape", torch.Tensor.reshape, tuple(sizes))
-
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DTensor:
-        """The dims from ``start_dim`` to ``end_dim`` as one; like `reshape` it may redistribute first."""
-        return self._by_the_cheapest_road("flatten", torch.Tensor.flatten, start_dim, end_dim)
-
-    def unflatten(self, dim: int, sizes: Sequence[int | torch.SymInt]) -> DTensor:
-        """``dim`` as several dims of these ``sizes``; like `reshape` it may redistribute first."""
-        return self._by_the_cheapest_road("unflatten", torch.Tensor.unflatten, dim, tuple(sizes))
-
-    def _by_the_cheapest_road(self, name: str, call: Any, *args: Any) -> DTensor:
-        if torch.compiler.is_compiling():
-            return cast(DTensor, call(self, *args))
-        roads = current_world().memory.setdefault("roads", {})
-        key = (self._spec, name, args)
-        if key not in roads:
-            try:
-                return cast(DTensor, call(self, *args))
-            except ViewError as refusal:
-                if refusal.placements is None:
-                    raise
-                if len(roads) >= ROADS:
-                    roads.clear()
-                roads[key] = refusal.placements
-        return cast(DTensor, call(dispatch.redistributed(f"DTensor.{name}", self, roads[key]), *args))
 
     def _cast(self, dtype: torch.dtype) -> DTensor:
         return self if self.dtype == dtype else cast(DTensor, self.to(dtype))

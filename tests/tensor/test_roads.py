@@ -1,0 +1,92 @@
+"""What may copy takes the cheapest road, however it is called: as a method, as a function, within another operator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise import (
+    RaggedShard,
+    RedistributeError,
+    Shard,
+    ViewError,
+    distribute_tensor,
+    explicit,
+    init_device_mesh,
+    sim,
+)
+from shardwise.comm import wire
+
+DENSE = torch.arange(40.0).view(5, 8)
+
+CALLS = {
+    "method": lambda x: x.reshape(4, 10),
+    "list": lambda x: x.reshape([-1, 10]),
+    "function": lambda x: torch.reshape(x, (4, 10)),
+    "unbound": lambda x: torch.Tensor.reshape(x, 4, -1),
+    "like another": lambda x: x.reshape_as(torch.empty(4, 10)),
+    "flatten": lambda x: x.flatten(),
+    "torch.flatten": lambda x: torch.flatten(x, 0, 1),
+    "nn.Flatten": lambda x: torch.nn.Flatten(0)(x),
+    "ravel": lambda x: torch.ravel(x),
+    "unflatten": lambda x: x.unflatten(1, (2, -1)),
+    "torch.unflatten": lambda x: torch.unflatten(x, -1, (2, 4)),
+    "nn.Unflatten": lambda x: torch.nn.Unflatten(1, (2, 4))(x),
+}
+
+
+def cut(placement):
+    return distribute_tensor(DENSE, init_device_mesh("cpu", (2,)), [placement]).requires_grad_()
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), RaggedShard(1, (3, 5)), RaggedShard(0, (1, 4))], ids=str)
+def test_values_and_gradients_are_those_of_the_whole(name, placement) -> None:
+    dense = DENSE.clone().requires_grad_()
+    (expected := CALLS[name](dense)).square().sum().backward()
+
+    def body():
+        x = cut(placement)
+        found = CALLS[name](x)
+        found.square().sum().backward()
+        return found.full_tensor().detach(), x.grad.full_tensor()
+
+    for found in sim.run(body, 2):
+        torch.testing.assert_close(found, (expected.detach(), dense.grad))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_move_is_forbidden_in_every_one(name) -> None:
+    def body() -> None:
+        x, sent = cut(RaggedShard(1, (3, 5))), []
+        for _ in range(2):  # unknown at first, remembered then
+            with wire.observing(sent.append), explicit(), pytest.raises(RedistributeError, match="by itself"):
+                CALLS[name](x)
+            assert sent == []
+            with explicit(False):
+                CALLS[name](x)
+
+    sim.run(body, 2)
+
+
+def test_where_it_is_a_view_what_is_written_reaches_the_tensor() -> None:
+    def body():
+        x = cut(Shard(1)).detach()
+        torch.flatten(x)[8:16].zero_()
+        torch.unflatten(x, 1, (2, 4))[0, 1].fill_(7)
+        x.reshape(4, 10).zero_()  # a copy
+        return x.full_tensor()
+
+    expected = DENSE.clone()
+    expected[1], expected[0, 4:] = 0, 7
+    assert all(torch.equal(found, expected) for found in sim.run(body, 2))
+
+
+def test_a_view_stays_strict() -> None:
+    def body() -> None:
+        x = cut(Shard(1))
+        for view in (lambda: x.view(4, 10), lambda: torch.Tensor.view(x, 4, 10), lambda: x.view_as(x.new_empty(4, 10))):
+            with pytest.raises(ViewError, match="a view never communicates"):
+                view()
+
+    sim.run(body, 2)
