@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from redistribute.layouts import dry_mesh, spec_of
-from shardwise import sim
+from shardwise import Partial, distribute_tensor, init_device_mesh, sim
 from shardwise.errors import RedistributeError
+from shardwise.mesh.world import current_world
 from shardwise.redistribute.planner import plan, price
 from shardwise.redistribute.topology import BANDWIDTH, LATENCY, PEER, Topology, current_topology, topology
 from shardwise.sharding.placement import Replicate, Shard
@@ -67,3 +69,34 @@ def test_equal_topologies_share_their_plans() -> None:
     src = spec_of(dry_mesh((2, 2)), [Shard(0), Shard(1)], (8, 8))
     dst = src.with_placements([Shard(1), Shard(0)])
     assert plan(src, dst, Topology(1e9)) is plan(src, dst, Topology(1e9))
+
+
+def test_what_an_operator_chooses_follows_it_and_comes_back() -> None:
+    """Where only bytes count, a half of one factor moves; where the wire is fast, fewer ranks talk."""
+
+    def body() -> list[object]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        a = distribute_tensor(torch.ones(16, 64), mesh, [Shard(0), Shard(0)])
+        b = distribute_tensor(torch.ones(64, 16), mesh, [Shard(0), Replicate()])
+        chosen = [(a @ b).placements]
+        with topology(bandwidth=1.0, latency=0.0):
+            chosen += [(a @ b).placements, (a @ b).placements]
+            topology(bandwidth=50e9, latency=1.0)
+            chosen.append((a @ b).placements)
+        return [*chosen, (a @ b).placements]
+
+    gathered, reduced = (Shard(0), Shard(0)), (Partial(), Shard(0))
+    assert sim.run(body, 4) == [[gathered, reduced, reduced, gathered, gathered]] * 4
+
+
+def test_what_was_prepared_under_a_topology_is_kept_for_it() -> None:
+    def body() -> list[int]:
+        x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        plans = [id(current_world().memory["plans"]) for _ in range(2) if x.sum().ndim == 0]
+        with topology(latency=1.0):
+            x.sum()
+            plans.append(id(current_world().memory["plans"]))
+        return [*plans, id(current_world().memory["plans"])]
+
+    first, again, other, back = sim.run(body, 2)[0]
+    assert first == again == back != other

@@ -59,6 +59,8 @@ class Topology:
 
 
 DEFAULT = Topology()
+PRICED = ("plans", "roads")  # what a rank remembers by these names was chosen by price, under one topology
+TOPOLOGIES = 8  # for how many topologies a rank keeps what is not in use
 
 
 class _Restoring(AbstractContextManager[Topology]):
@@ -71,7 +73,7 @@ class _Restoring(AbstractContextManager[Topology]):
         return self.now
 
     def __exit__(self, *exception: object) -> None:
-        current_world().memory[Topology] = self.before
+        _enter(self.before)
 
 
 def topology(*, bandwidth: Figures | None = None, latency: Figures | None = None) -> AbstractContextManager[Topology]:
@@ -97,7 +99,7 @@ def topology(*, bandwidth: Figures | None = None, latency: Figures | None = None
         _named(bandwidth, before.bandwidths, "bandwidth"),
         _named(latency, before.latencies, "latency"),
     )
-    current_world().memory[Topology] = now
+    _enter(now)
     return _Restoring(now, before)
 
 
@@ -105,6 +107,18 @@ def current_topology() -> Topology:
     """The topology that counts for this rank."""
     found: Topology = current_world().memory.get(Topology, DEFAULT)
     return found
+
+
+def _enter(now: Topology) -> None:
+    memory, before = current_world().memory, current_topology()
+    if now is before:
+        return
+    apart = memory.setdefault("priced", {})
+    found = apart.pop(now, {})
+    if len(apart) >= TOPOLOGIES:
+        apart.clear()
+    apart[before] = {name: memory.pop(name) for name in PRICED if name in memory}
+    memory.update({**found, Topology: now})
 
 
 def _named(figures: Figures | None, before: Named, what: str) -> Named:
