@@ -228,6 +228,49 @@ def test_gradients_of_views_are_those_of_the_whole(name, placement) -> None:
     torch.testing.assert_close(sim.run(body, 4), [dense.grad] * 4)
 
 
+PARTS = {
+    "slice": lambda x: x[1:6],
+    "steps": lambda x: x[1::3],
+    "block": lambda x: x[1:6, 2:5],
+    "entry": lambda x: x[3],
+    "column": lambda x: x[:, 3],
+    "element": lambda x: x[3][5],
+    "first piece": lambda x: x.split(3)[0],
+    "middle piece": lambda x: x.split(3)[1],
+    "last piece": lambda x: x.chunk(4, 1)[-1],
+    "row": lambda x: x.unbind()[2],
+    "diagonal": lambda x: x.diagonal(),
+    "upper diagonal": lambda x: x.diagonal(2),
+    "lower diagonal": lambda x: x.diagonal(-1, 1, 0),
+    "windows": lambda x: x.unfold(0, 2, 2),
+    "windows apart": lambda x: x.unfold(1, 2, 4),
+    "slice of a slice": lambda x: x[1:7][2:4],
+    "joined again": lambda x: torch.cat([x[:3], x[5:]]),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=str)
+def test_gradients_of_parts_stay_where_the_parts_are(name, mesh_shape) -> None:
+    dense = torch.arange(64.0).view(8, 8).requires_grad_()
+    PARTS[name](dense).square().sum().backward()
+
+    def body():
+        mesh, sent, gradients = init_device_mesh("cpu", mesh_shape), [], []
+        for dim in (0, 1):
+            own = [Shard(dim), *[Replicate()] * (mesh.ndim - 1)]
+            x = distribute_tensor(dense.detach(), mesh, own).requires_grad_()
+            with wire.observing(sent.append):
+                part = PARTS[name](x)
+                part.backward(2 * part.detach())
+            gradients.append(x.grad.full_tensor())
+        return sent, gradients
+
+    for sent, gradients in sim.run(body, 4 if len(mesh_shape) == 2 else mesh_shape[0]):
+        assert sent == []
+        torch.testing.assert_close(gradients, [dense.grad] * 2)
+
+
 def test_a_written_slice_of_a_tensor_with_a_history_passes_the_gradient() -> None:
     dense = DENSE.clone().requires_grad_()
 

@@ -41,6 +41,13 @@ class Image:
     pends: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """What becomes of the parts of several operands that are joined along ``dim``."""
+
+    dim: int
+
+
 # --- regrouping
 
 
@@ -229,6 +236,53 @@ def scattering(shape: Sizes, dim: int, one: Stride) -> Image:
 
     touched = frozenset(range(ndim - 1)) if one.drop else frozenset({dim})
     return Image(touched, (back,), boxes, run, exact=False)
+
+
+def diagonal_scattering(shape: Sizes, offset: int, dim1: int, dim2: int) -> Image:
+    """The image of the gradient of a diagonal: its entries in a tensor of zeros."""
+    others = [dim for dim in range(len(shape)) if dim not in (dim1, dim2)]
+    lines = ((dim1, max(-offset, 0)), (dim2, max(offset, 0)))
+
+    def boxes(part: Box) -> Boxes:
+        found = dict(zip(others, part, strict=False))
+        found.update({dim: _moved(part[-1], -by) for dim, by in lines})
+        return (tuple(found[dim] for dim in range(len(shape))),)
+
+    def run(x: torch.Tensor, part: Box, results: Boxes) -> Sequence[torch.Tensor | None]:
+        result = results[0]
+        assert result is not None, part
+        made = target = x.new_zeros(shape_of(result))
+        for dim, by in lines:
+            line = _line(result[dim], part[-1], by)
+            assert line is not None, result
+            target = torch.ops.aten.slice.Tensor(target, dim, *line)
+        target.diagonal(0, dim1, dim2).copy_(x)
+        return [made]
+
+    kept = dict(enumerate(others))
+    return Image(frozenset({len(others)}), (kept,), boxes, run, exact=False)
+
+
+def window_scattering(shape: Sizes, dim: int, size: int, step: int) -> Image:
+    """The image of the gradient of `unfold`: where windows overlap, their entries add up."""
+    ndim = len(shape)
+
+    def positions(part: Box) -> list[int]:
+        windows_, inside = ([at for start, stop in held for at in range(start, stop)] for held in (part[dim], part[-1]))
+        return [window * step + entry for window in windows_ for entry in inside]
+
+    def boxes(part: Box) -> Boxes:
+        reached = merged([(at, at + 1) for at in sorted(set(positions(part)))])
+        return ((*part[:dim], reached, *part[dim + 1 : ndim]),)
+
+    def run(x: torch.Tensor, part: Box, results: Boxes) -> Sequence[torch.Tensor | None]:
+        result = results[0]
+        assert result is not None, part
+        places = torch.tensor([_before(result[dim], at) for at in positions(part)], device=x.device)
+        entries = x.movedim(-1, dim + 1).flatten(dim, dim + 1)
+        return [x.new_zeros(shape_of(result)).index_add_(dim, places, entries)]
+
+    return Image(frozenset({dim, ndim}), (_others(ndim, dim),), boxes, run, exact=False)
 
 
 # --- one entry for many, and others

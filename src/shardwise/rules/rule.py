@@ -15,7 +15,7 @@ import torch
 
 from shardwise.errors import RuleError
 from shardwise.rules.equation import Bound, Sizes, Strategy, parse
-from shardwise.rules.images import Image
+from shardwise.rules.images import Image, Joining
 from shardwise.sharding.placement import REDUCE_OPS, Cut, Partial
 from shardwise.sharding.spec import Spec, TensorMeta
 
@@ -91,7 +91,8 @@ class Rule:
     ``contiguous``  the local call relies on a cut dim being one interval (so a `StridedShard` will not do)
     ``expand``   the operator written in terms of others, run on the distributed tensors themselves, called with the
                  arguments in schema order: where there is no meaning, or where every strategy would have to communicate
-    ``image``    given the arguments, where the elements of any part of operand 0 go: for parts that no equation cuts
+    ``image``    given the arguments, where the elements of any part of operand 0 go, or that all operands are joined:
+                 for parts that no equation cuts
     ``out``      how many of the last operands are what the outputs are written to: they lie as the outputs do
     ``loose``    a meaning that is a function says the same for all finite floats of one sign (0 has none)
     ``in_place`` the first output is operand 0 written over: the two lie alike
@@ -112,7 +113,7 @@ class Rule:
     pends: bool = True
     contiguous: bool = False
     expand: Callable[..., object] | None = None
-    image: Callable[..., Image | None] | None = None
+    image: Callable[..., Image | Joining | None] | None = None
     out: int = 0
     in_place: bool = False
     loose: bool = False

@@ -12,7 +12,17 @@ from itertools import accumulate
 import torch
 
 from shardwise.rules.empty import unless_empty
-from shardwise.rules.images import Image, Stride, diagonals, scattering, strides, windows
+from shardwise.rules.images import (
+    Image,
+    Joining,
+    Stride,
+    diagonal_scattering,
+    diagonals,
+    scattering,
+    strides,
+    window_scattering,
+    windows,
+)
 from shardwise.rules.pattern import along, named, same, text, without, wrap
 from shardwise.rules.rule import Call, Placing, Rule
 from shardwise.sharding.spec import TensorMeta
@@ -202,6 +212,11 @@ def cat(tensors: Sequence[TensorMeta], dim: int = 0) -> str:
     return same(inputs, [along_dim])
 
 
+def cat_image(tensors: Sequence[TensorMeta], dim: int = 0) -> Joining | None:
+    ndim = max(len(x.shape) for x in tensors)
+    return Joining(dim % ndim) if all(len(x.shape) == ndim for x in tensors) else None
+
+
 def stack(tensors: Sequence[TensorMeta], dim: int = 0) -> str:
     dims = named(len(tensors[0].shape))
     after = list(dims)
@@ -232,6 +247,14 @@ def diagonal_backward(grad: TensorMeta, sizes: Sizes, offset: int, dim1: int, di
     matrix = {dim1 % len(sizes), dim2 % len(sizes)}
     dims = [f"[{name}]" if at in matrix else name for at, name in enumerate(named(len(sizes)))]
     return same([[*without(dims, dim1, dim2), "[diagonal]"]], [dims])
+
+
+def diagonal_backward_image(grad: TensorMeta, sizes: Sizes, offset: int, dim1: int, dim2: int) -> Image:
+    return diagonal_scattering(sizes, offset, wrap(dim1, len(sizes)), wrap(dim2, len(sizes)))
+
+
+def unfold_backward_image(grad: TensorMeta, sizes: Sizes, dim: int, size: int, step: int) -> Image | None:
+    return window_scattering(sizes, wrap(dim, len(sizes)), size, step) if sizes and size else None
 
 
 def unfold_backward(grad: TensorMeta, sizes: Sizes, dim: int, size: int, step: int) -> str:
@@ -326,7 +349,7 @@ PARTS = {
 }
 
 MOVES = {
-    "cat": cat,
+    "cat": Rule(cat, image=cat_image),
     "stack": stack,
     "flip": dims_whole,
     "roll": roll,
@@ -345,8 +368,8 @@ MOVES = {
 WRITES = {
     "slice_backward": Rule(slice_backward, local=_slice_backward_local, image=slice_backward_image),
     "select_backward": Rule(select_backward, local=_sized_local, image=select_backward_image),
-    "diagonal_backward": Rule(diagonal_backward, local=_sized_local),
-    "unfold_backward": Rule(unfold_backward, local=_sized_local),
+    "diagonal_backward": Rule(diagonal_backward, local=_sized_local, image=diagonal_backward_image),
+    "unfold_backward": Rule(unfold_backward, local=_sized_local, image=unfold_backward_image),
     "slice_scatter": slice_scatter,
     "select_scatter": select_scatter,
     "as_strided_scatter": as_strided_scatter,

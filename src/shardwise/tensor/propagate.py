@@ -18,14 +18,14 @@ from shardwise.mesh.world import current_world
 from shardwise.redistribute.planner import plan, price, rough
 from shardwise.redistribute.steps import Step
 from shardwise.rules.equation import Sizes, Strategy
-from shardwise.rules.images import Image
+from shardwise.rules.images import Image, Joining
 from shardwise.rules.rule import Call, Choices, Local, Placing, Rule, called, choices, resolve
 from shardwise.rules.table import lookup, make_call, out_of_place
 from shardwise.sharding.placement import Cut, Owned, Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta
 from shardwise.tensor.metas import Metas, output_metas
 from shardwise.tensor.outline import Outline, outline_of
-from shardwise.tensor.relabel import local_view, nearest, relabelled
+from shardwise.tensor.relabel import joined, local_join, local_view, nearest, relabelled
 from shardwise.tensor.signature import Signature, signature
 
 Op = torch._ops.OpOverload
@@ -182,9 +182,13 @@ def _prefers_image(asked: Asked, traits: Signature) -> bool:
     return not traits.viewed and spec is not None and any(isinstance(own, RaggedShard) for own in spec.placements)
 
 
-def _relabelled(asked: Asked, traits: Signature, call: Call, image_of: Callable[..., Image | None]) -> OpPlan | None:
+def _relabelled(
+    asked: Asked, traits: Signature, call: Call, image_of: Callable[..., Image | Joining | None]
+) -> OpPlan | None:
     """The plan in which every element stays where it is; None if there is none, and the operator may move them."""
     image, spec = image_of(*call.args), asked.specs[0]
+    if isinstance(image, Joining):
+        return _joined(asked, call, image)
     if image is None or spec is None:
         return None
     outputs = relabelled(spec, image, call.outputs)
@@ -198,6 +202,14 @@ def _relabelled(asked: Asked, traits: Signature, call: Call, image_of: Callable[
     listed = traits.returns != "tensor"
     local = local_view(spec, image, outputs, asked.coordinate, copies=copies, listed=listed)
     return OpPlan(local, (), outputs, normalized=True)
+
+
+def _joined(asked: Asked, call: Call, image: Joining) -> OpPlan | None:
+    specs, meta = [spec for spec in asked.specs if spec is not None], call.outputs[0]
+    result = joined(specs, image.dim, meta) if meta is not None else None
+    if result is None or asked.coordinate is None:
+        return None if result is None else OpPlan(asked.op, (), (result,))
+    return OpPlan(local_join(specs, image.dim, result, asked.coordinate), (), (result,), normalized=True)
 
 
 def _no_view(asked: Asked, spec: Spec, other: Spec | None) -> ViewError:

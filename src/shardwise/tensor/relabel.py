@@ -9,8 +9,8 @@ import torch
 
 from shardwise.redistribute.planner import price
 from shardwise.rules.images import Boxes, Image
-from shardwise.sharding.fitting import Box, fit, volume
-from shardwise.sharding.placement import Cut, Owned, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.sharding.fitting import Box, fit, intersect, merged, volume
+from shardwise.sharding.placement import Cut, Intervals, Owned, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta
 
 Placements = tuple[Placement, ...]
@@ -103,6 +103,92 @@ def local_view(
         return found if listed else found[0]
 
     return run
+
+
+# --- several operands, joined along a dim
+
+
+def joined(specs: Sequence[Spec], dim: int, meta: TensorMeta) -> Spec | None:
+    """Where a joined tensor lies if each rank joins what it has of the operands; None if no placements say that.
+
+    Of an operand that is replicated a rank may take what it likes.
+    """
+    mesh = specs[0].mesh
+    if any(isinstance(own, (Partial, Owned, StridedShard)) for spec in specs for own in spec.placements):
+        return None
+    axes = [axis for axis in range(mesh.ndim) if any(not spec.placements[axis].is_replicate() for spec in specs)]
+    parts: dict[tuple[int, ...], Box | None] = {}
+    for place in product(*(range(mesh.shape[axis]) for axis in axes)):
+        coordinate = [0] * mesh.ndim
+        for axis, index in zip(axes, place, strict=True):
+            coordinate[axis] = index
+        found = [box for box, spec in _shifted(specs, dim, tuple(coordinate)) if not spec.is_replicated and volume(box)]
+        sides = {(*box[:dim], *box[dim + 1 :]) for box in found}
+        if len(sides) > 1:
+            return None
+        along = merged([interval for box in found for interval in box[dim]])
+        parts[place] = (*found[0][:dim], along, *found[0][dim + 1 :]) if found else None
+    order = [dim, *(other for other in range(len(meta.shape)) if other != dim)]
+    fitted = fit(meta.shape, [mesh.shape[axis] for axis in axes], parts, exact=False, dims=order)
+    if fitted is None or any(isinstance(own, StridedShard) for own in fitted):
+        return None
+    laid = dict(zip(axes, fitted, strict=True))
+    result = Spec(mesh, tuple(laid.get(axis, Replicate()) for axis in range(mesh.ndim)), meta)
+    covered = all(
+        sum(volume(own) for own in _taken(specs, dim, result, coordinate)) == volume(_part(result, coordinate))
+        for coordinate in product(*map(range, mesh.shape))
+    )
+    return result if covered else None
+
+
+def _shifted(specs: Sequence[Spec], dim: int, coordinate: tuple[int, ...]) -> Iterator[tuple[Box, Spec]]:
+    """What each operand has at ``coordinate``, in positions of the joined tensor."""
+    start = 0
+    for spec in specs:
+        box = tuple(spec.intervals(at, coordinate) for at in range(spec.ndim))
+        yield (*box[:dim], tuple((low + start, high + start) for low, high in box[dim]), *box[dim + 1 :]), spec
+        start += spec.shape[dim]
+
+
+def _taken(specs: Sequence[Spec], dim: int, result: Spec, coordinate: tuple[int, ...]) -> Iterator[Box]:
+    """What is taken of each operand at ``coordinate``, in positions of the joined tensor."""
+    wanted = _part(result, coordinate) or tuple(() for _ in result.shape)
+    for box, _ in _shifted(specs, dim, coordinate):
+        yield tuple(intersect(own, want) for own, want in zip(box, wanted, strict=True))
+
+
+def local_join(
+    specs: Sequence[Spec], dim: int, result: Spec, coordinate: tuple[int, ...]
+) -> Callable[..., torch.Tensor]:
+    """What the rank at ``coordinate`` does to join its parts."""
+    held = [box for box, _ in _shifted(specs, dim, coordinate)]
+    taken = list(_taken(specs, dim, result, coordinate))
+    shape = result.local_shape(coordinate)
+
+    def run(tensors: Sequence[torch.Tensor], *_: object) -> torch.Tensor:
+        pieces = [
+            _picked(x, own, inside) for x, own, inside in zip(tensors, held, taken, strict=True) if volume(inside)
+        ]
+        return torch.cat(pieces, dim) if pieces else tensors[0].new_zeros(shape)
+
+    return run
+
+
+def _picked(x: torch.Tensor, held: Box, inside: Box) -> torch.Tensor:
+    for dim, (own, wanted) in enumerate(zip(held, inside, strict=True)):
+        if own != wanted:
+            pieces = [x.narrow(dim, start, stop - start) for start, stop in _located(own, wanted)]
+            x = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    return x
+
+
+def _located(held: Intervals, wanted: Intervals) -> Iterator[tuple[int, int]]:
+    """Where the ``wanted`` intervals stand among those that are held, one after the other."""
+    position = 0
+    for low, high in held:
+        for start, stop in intersect(wanted, ((low, high),)):
+            yield start - low + position, stop - low + position
+        position += high - low
 
 
 def nearest(spec: Spec, image: Image, metas: Metas) -> Spec | None:
