@@ -8,7 +8,7 @@ how to lay it out once it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from math import prod
 from typing import NamedTuple
 
@@ -31,6 +31,17 @@ from shardwise.redistribute.steps import (
 )
 from shardwise.sharding.placement import Cut, Intervals, Shard
 from shardwise.sharding.spec import Spec
+
+REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
 
 Stage = tuple[Spec, Step]
 Coordinate = tuple[int, ...]
@@ -220,23 +231,37 @@ def _all_gather(step: AllGather, spec: Spec, local: Tensor, coordinate: Coordina
 
 def _reduce_scatter(step: ReduceScatter, spec: Spec, local: Tensor, coordinate: Coordinate, group: Group) -> Sent:
     own, parts = step.after(spec).local_shape(coordinate), step.parts(spec)
-    boxes = places(tuple(local.shape), parts, step.cuts)
+    if not step.is_even(spec):
+        return _reduce_parts(step, local, places(tuple(local.shape), parts, step.cuts), group)
     told = _told(step.reduce_op, local.dtype) or Told(step.reduce_op, _itself, _itself)
-    summed = told.there(local)
-    if all(isinstance(cut, Shard) for cut in step.cuts) and all(box.shape == own for box in boxes):
-        dealt = _deal(summed, step.cuts, parts, own)
-        reduced = wire.reduce_scatter(dealt, told.reduce_op, group, axis=step.name)
-        return Sent(reduced, None if told.back is _itself else told.back)
-    widest = max(box.volume for box in boxes)
-    dealt = summed.new_zeros(group.size, widest)
-    for row, box in zip(dealt, boxes, strict=True):
-        row[: box.volume].copy_(_select(summed, box).reshape(-1))
-    reduced = wire.reduce_scatter(dealt.view(-1), told.reduce_op, group, axis=step.name)
-    return Sent(reduced, lambda part: told.back(part[: prod(own)].view(own)))
+    summed, plain = told.there(local), all(isinstance(cut, Shard) for cut in step.cuts)
+    boxes = () if plain else places(tuple(local.shape), parts, step.cuts)
+    dealt = _deal(summed, step.cuts, parts, own) if plain else torch.cat([_select(summed, box) for box in boxes])
+    reduced = wire.reduce_scatter(dealt, told.reduce_op, group, axis=step.name)
+    return Sent(reduced, None if told.back is _itself else told.back)
 
 
 def _itself(part: Tensor) -> Tensor:
     return part
+
+
+def _reduce_parts(step: ReduceScatter, local: Tensor, boxes: tuple[Box, ...], group: Group) -> Sent:
+    """Every rank is sent its part of each term, of whatever size, and reduces them in the order of ranks."""
+    here, own = group.index, boxes[group.index]
+    sent = [0 if index == here else box.volume for index, box in enumerate(boxes)]
+    received = [0 if index == here else own.volume for index in range(group.size)]
+    outgoing = torch.cat([_select(local, box).reshape(-1) for index, box in enumerate(boxes) if index != here])
+    kept = _select(local, own)
+
+    def reduced(arrived: Tensor) -> Tensor:
+        terms = list(arrived.view(group.size - 1, *own.shape))
+        terms.insert(here, kept)
+        if step.reduce_op == "norm":
+            return _rooted(reduce(torch.add, map(_squared, terms)), local.dtype)
+        total: Tensor = reduce(REDUCE[step.reduce_op], terms)
+        return total / group.size if step.reduce_op == "avg" else total
+
+    return Sent(wire.all_to_all(outgoing, received, sent, group, axis=step.name), reduced)
 
 
 def _deal(local: Tensor, cuts: tuple[Cut, ...], parts: tuple[int, ...], own: tuple[int, ...]) -> Tensor:

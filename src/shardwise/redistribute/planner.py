@@ -18,7 +18,7 @@ from shardwise.errors import RedistributeError, message
 from shardwise.redistribute import search, shards
 from shardwise.redistribute.cost import Cost, seconds
 from shardwise.redistribute.parcels import unit_of
-from shardwise.redistribute.steps import LINEAR, ReduceScatter, Step, direct, is_even
+from shardwise.redistribute.steps import LINEAR, ReduceScatter, Step, direct
 from shardwise.redistribute.topology import Topology, current_topology
 from shardwise.sharding.placement import Cut, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta, dtype_name
@@ -109,8 +109,8 @@ def _plain(placement: Placement) -> Placement:
 
 
 def _may_waste(step: Step, spec: Spec) -> bool:
-    """Whether the step would send padding, so that a longer way may be cheaper."""
-    return isinstance(step, ReduceScatter) and not is_even(step.after(spec), step.axes[0])
+    """Whether ranks are sent unequally much, so that a longer way may be cheaper."""
+    return isinstance(step, ReduceScatter) and not step.is_even(spec)
 
 
 def _reduced(start: Spec, goal: Spec) -> tuple[Spec, Spec, int]:

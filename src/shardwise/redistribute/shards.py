@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from shardwise.redistribute.cost import Cost, Price
 from shardwise.redistribute.parcels import Grid, Held, common, layouts, volume
-from shardwise.redistribute.steps import Axes, Slice, Step, exchanges, involved, is_innermost
+from shardwise.redistribute.steps import Axes, Slice, Step, exchanges, involved, is_even, is_innermost
 from shardwise.sharding.placement import Cut
 from shardwise.sharding.spec import Spec
 
@@ -26,9 +26,15 @@ def between(start: Spec, goal: Spec, cost: Cost) -> tuple[Step, ...]:
     if after is goal:
         return () if first is None else (first,)
     axes = involved(after, goal)
-    few = _ranks(after, axes) <= FEW and cost.topology.is_uniform(tuple([start.mesh.axis_names[axis] for axis in axes]))
+    names = tuple([start.mesh.axis_names[axis] for axis in axes])
+    few = _ranks(after, axes) <= FEW and cost.topology.is_uniform(names) and _are_even(after, goal, axes)
     rest = (_step(after, goal, cost),) if few else _in_parts(after, goal, cost)
     return rest if first is None else (first, *rest)
+
+
+def _are_even(start: Spec, goal: Spec, axes: Axes) -> bool:
+    """Whether all ranks have equally much: else one that has more would send it to many by itself."""
+    return all(is_even(side, axis) for side in (start, goal) for axis in axes)
 
 
 def _slices(start: Spec, goal: Spec) -> Step | None:

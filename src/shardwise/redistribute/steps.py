@@ -16,7 +16,7 @@ from functools import lru_cache
 from math import prod
 
 from shardwise._value import value
-from shardwise.redistribute.parcels import Grid, traffic
+from shardwise.redistribute.parcels import Grid, places, traffic
 from shardwise.sharding.placement import Cut, Owned, Partial, Placement, Replicate, Shard
 from shardwise.sharding.spec import Spec
 
@@ -106,7 +106,11 @@ class AllGather(Step):
 
 @value
 class ReduceScatter(Step):
-    """Do a pending reduction, and keep a part of the result: partial to cut. Parts are padded to the largest."""
+    """Do a pending reduction, and keep a part of the result: partial to cut.
+
+    Where the parts are not equally large, each rank is sent its part of all terms and adds them up: so nothing is
+    padded, and a rank sends what the others are to hold and no more, which is the least that tells them of its term.
+    """
 
     axes: Axes
     name: str
@@ -117,13 +121,30 @@ class ReduceScatter(Step):
     def targets(self) -> tuple[Placement, ...]:
         return self.cuts
 
+    def is_even(self, spec: Spec) -> bool:
+        """Whether the parts are equally large."""
+        after = self.after(spec)
+        return all(is_even(after, axis) for axis in self.axes)
+
     def traffic(self, spec: Spec) -> tuple[int, int]:
-        sent = (self.ranks(spec) - 1) * largest_nbytes(self.after(spec))
-        return sent, sent
+        others = self.ranks(spec) - 1
+        if self.is_even(spec):
+            sent = others * largest_nbytes(self.after(spec))
+            return sent, sent
+        cut, found = {cut.dim for cut in self.cuts}, sizes_of(spec)
+        choices = [sorted(sizes) if dim in cut else [max(sizes)] for dim, sizes in enumerate(found)]
+        most, widest = 0, 0
+        for sizes in itertools.product(*choices):
+            volumes = [box.volume for box in places(sizes, self.parts(spec), self.cuts)]
+            most, widest = max(most, prod(sizes) - min(volumes)), max(widest, *volumes)
+        itemsize = spec.meta.dtype.itemsize
+        return most * itemsize, others * widest * itemsize
 
     def peak(self, spec: Spec) -> int:
         after = largest_nbytes(self.after(spec))
-        return largest_nbytes(spec) + (self.ranks(spec) + 1) * after
+        if self.is_even(spec):
+            return largest_nbytes(spec) + (self.ranks(spec) + 1) * after
+        return largest_nbytes(spec) + sum(self.traffic(spec)) + after
 
     def __repr__(self) -> str:
         return f"reduce_scatter({self.name}, {_dims(self.cuts)}, {self.reduce_op})"
