@@ -60,6 +60,17 @@ def edges_from(spec: Spec, ways: list[Spec], worth: Topology) -> list[Edge]:
     return found
 
 
+class Edges(dict[Spec, list[Edge]]):
+    """The steps from each spec, found when they are asked for."""
+
+    def __init__(self, ways: list[Spec], worth: Topology) -> None:
+        self.ways, self.worth = ways, worth
+
+    def __missing__(self, spec: Spec) -> list[Edge]:
+        self[spec] = edges_from(spec, self.ways, self.worth)
+        return self[spec]
+
+
 def cheapest_from(src: Spec, edges: dict[Spec, list[Edge]], uncut: frozenset[int]) -> dict[Spec, float]:
     """What it costs at least to reach each spec, by relaxing every step until nothing gets cheaper."""
     best, fresh = {src: 0.0}, [src]
@@ -84,14 +95,15 @@ BYTES = Topology(1.0, 0.0)  # where the seconds are the bytes
 @pytest.mark.parametrize(
     "mesh_shape, shape, sample",
     [((2, 2), (4096,), 0), ((2, 2), (64, 64), 0), ((2, 4), (4096, 4096), 0), ((2, 4), (16, 8, 64), 0),
-     ((2, 2, 2), (4096,), 0), ((2, 2, 2), (64, 64), 60)],
+     ((2, 2, 2), (4096,), 0), ((2, 2, 2), (64, 64), 60), ((2, 2, 2), (64, 64, 64), 30),
+     ((2, 2), (7,), 0), ((2, 2), (5, 3), 0), ((2, 2, 2), (9,), 60)],
     ids=str,
 )  # fmt: skip
 def test_no_way_to_reduce_is_cheaper(
     mesh_shape: tuple[int, ...], shape: tuple[int, ...], sample: int, worth: Topology
 ) -> None:
     ways = [spec_of(dry_mesh(mesh_shape), way, shape) for way in placed(len(shape), len(mesh_shape))]
-    edges = {spec: edges_from(spec, ways, worth) for spec in ways}
+    edges = Edges(ways, worth)
     pairs = [pair for pair in itertools.product(ways, repeat=2) if any(map(changes_pending, *lying(*pair)))]
     found: dict[tuple[Spec, frozenset[int]], dict[Spec, float]] = {}
     for src, dst in pairs if not sample else random.Random(0).sample(pairs, sample):

@@ -13,6 +13,8 @@ from functools import lru_cache
 from math import gcd, prod
 from typing import NamedTuple
 
+from shardwise.redistribute.bits import told
+from shardwise.redistribute.bits import traffic as even_traffic
 from shardwise.sharding.placement import Cut, Intervals, Owned, Placement, Shard, StridedShard
 
 Held = tuple[Intervals, ...]  # for each dim, which positions
@@ -101,6 +103,9 @@ def traffic(grid: Grid) -> tuple[int, int]:
 
 @lru_cache(maxsize=16384)
 def _traffic(grid: Grid) -> tuple[int, int]:
+    have, want = (told(grid.sizes, grid.parts, side) for side in (grid.sources, grid.targets))
+    if have is not None and want is not None:
+        return even_traffic(have, want, grid.parts, [axis for axis, at in enumerate(grid.fixed) if at is not None])
     places = [(None,) if at is None else range(parts) for at, parts in zip(grid.fixed, grid.parts, strict=True)]
     found = [_most(*layouts(grid._replace(fixed=fixed))) for fixed in itertools.product(*places)]
     return max(sent for sent, _ in found), max(received for _, received in found)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from math import gcd, prod
+from math import lcm, prod
 
 import torch
 
@@ -145,11 +145,15 @@ def _spare(spec: Spec, cut: set[int]) -> int:
 
 def _unit(start: Spec, goal: Spec, dim: int, pending: bool) -> int:
     """The size of ``dim`` that all cuts, now or on the way, cut into equal parts; 0 if there is none."""
+    sides = [[unit_of((own,), (parts,), dim) for own, parts in _lying(side)] for side in (start, goal)]
+    if not all(map(all, sides)):
+        return 0
     unit = prod(start.mesh.shape) if pending else 1
-    for side in (start, goal):
-        own = unit_of(side.placements, side.mesh.shape, dim)
-        unit = unit * own // gcd(unit, own) if own else 0
-    return unit
+    return lcm(unit, *map(prod, sides), prod(map(lcm, *sides)))  # on the way, some axes lie as on either side
+
+
+def _lying(spec: Spec) -> Iterator[tuple[Placement, int]]:
+    return zip(spec.placements, spec.mesh.shape, strict=True)
 
 
 def _check_same(src: Spec, dst: Spec) -> None:

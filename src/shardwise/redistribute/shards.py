@@ -7,34 +7,43 @@ steps each of which lays some axes as they are to lie; these are preferred where
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from math import lcm
 
-from shardwise.redistribute.cost import Cost, Price
-from shardwise.redistribute.parcels import Grid, Held, common, layouts, volume
+from shardwise.redistribute.bits import is_between, told
+from shardwise.redistribute.cost import Cost, Price, seconds
+from shardwise.redistribute.parcels import Grid, Held, common, layouts, unit_of, volume
 from shardwise.redistribute.steps import Axes, Slice, Step, exchanges, involved, is_even, is_innermost
 from shardwise.sharding.placement import Cut
 from shardwise.sharding.spec import Spec
 
-FEW = 16  # ranks among whom another peer costs nothing to speak of
+MANY = 256  # ranks from which on parts that are not equally large are not counted
 
 
+@lru_cache(maxsize=16384)
 def between(start: Spec, goal: Spec, cost: Cost) -> tuple[Step, ...]:
     """The cheapest steps that meet the bound: slices first, then one collective or several."""
     first = _slices(start, goal)
     after = start if first is None else first.after(start)
     if after is goal:
         return () if first is None else (first,)
-    axes = involved(after, goal)
-    names = tuple([start.mesh.axis_names[axis] for axis in axes])
-    few = _ranks(after, axes) <= FEW and cost.topology.is_uniform(names) and _are_even(after, goal, axes)
-    rest = (_step(after, goal, cost),) if few else _in_parts(after, goal, cost)
+    single = _step(after, goal, cost)
+    alone = len(_changed(after, goal)) == 1 or _is_unbeaten(single, after, goal, cost)
+    rest = (single,) if alone else _in_parts(after, goal, cost)
     return rest if first is None else (first, *rest)
 
 
-def _are_even(start: Spec, goal: Spec, axes: Axes) -> bool:
-    """Whether all ranks have equally much: else one that has more would send it to many by itself."""
-    return all(is_even(side, axis) for side in (start, goal) for axis in axes)
+def _is_unbeaten(step: Step, start: Spec, goal: Spec, cost: Cost) -> bool:
+    """Whether two collectives cannot be cheaper than one step: they have to bring as much, and to start twice."""
+    axes = involved(start, goal)
+    names = tuple([start.mesh.axis_names[axis] for axis in axes])
+    if _ranks(start, axes) > MANY and not all(is_even(side, axis) for side in (start, goal) for axis in axes):
+        return True
+    if not cost.topology.is_uniform(names):
+        return False
+    brought = step.traffic(start)[1] * cost.scale / cost.topology.bandwidth_over(names)
+    return seconds(step, start, cost.topology, cost.scale) <= 2 * cost.topology.latency_over(names) + brought
 
 
 def _slices(start: Spec, goal: Spec) -> Step | None:
@@ -110,8 +119,20 @@ def _ranks(spec: Spec, axes: Axes) -> int:
 @lru_cache(maxsize=4096)
 def _is_between(start: Spec, middle: Spec, goal: Spec) -> bool:
     """Whether each rank, in the middle, has what it needs of what it had, and nothing that it neither had nor needs."""
-    kept = zip(*(_held(spec) for spec in (start, middle, goal)), strict=True)
+    sides = (start, middle, goal)
+    units = [_unit(sides, dim) for dim in range(start.ndim)]
+    had, has, needs = (told(units, start.mesh.shape, spec.placements) for spec in sides)
+    if had is not None and has is not None and needs is not None:
+        return is_between(had, has, needs)
+    kept = zip(*(_held(spec) for spec in sides), strict=True)
     return all(None not in boxes and _is_box_between(*boxes) for boxes in kept)
+
+
+def _unit(sides: Sequence[Spec], dim: int) -> int:
+    """The size to which ``dim`` may be taken to shrink, all cuts staying as they are; its own if there is none."""
+    units = [unit_of(spec.placements, spec.mesh.shape, dim) for spec in sides]
+    size = sides[0].shape[dim]
+    return lcm(*units) if all(units) and size % lcm(*units) == 0 else size
 
 
 def _held(spec: Spec) -> tuple[Held | None, ...]:

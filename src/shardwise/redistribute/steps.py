@@ -16,7 +16,7 @@ from functools import lru_cache
 from math import prod
 
 from shardwise._value import value
-from shardwise.redistribute.parcels import Grid, places, traffic
+from shardwise.redistribute.parcels import Grid, traffic
 from shardwise.sharding.placement import Cut, Owned, Partial, Placement, Replicate, Shard
 from shardwise.sharding.spec import Spec
 
@@ -131,14 +131,19 @@ class ReduceScatter(Step):
         if self.is_even(spec):
             sent = others * largest_nbytes(self.after(spec))
             return sent, sent
-        cut, found = {cut.dim for cut in self.cuts}, sizes_of(spec)
-        choices = [sorted(sizes) if dim in cut else [max(sizes)] for dim, sizes in enumerate(found)]
+        before, parts = sizes_of(spec), self.parts(spec)
+        choices = [sorted(sizes) if self._cuts(dim) else [max(sizes)] for dim, sizes in enumerate(before)]
         most, widest = 0, 0
         for sizes in itertools.product(*choices):
-            volumes = [box.volume for box in places(sizes, self.parts(spec), self.cuts)]
-            most, widest = max(most, prod(sizes) - min(volumes)), max(widest, *volumes)
+            found = [{size} for size in sizes]
+            for cut, count in zip(self.cuts, parts, strict=True):
+                found[cut.dim] = {part for size in found[cut.dim] for part in local_sizes(cut, size, count)}
+            most, widest = max(most, prod(sizes) - prod(map(min, found))), max(widest, prod(map(max, found)))
         itemsize = spec.meta.dtype.itemsize
         return most * itemsize, others * widest * itemsize
+
+    def _cuts(self, dim: int) -> bool:
+        return any(cut.dim == dim for cut in self.cuts)
 
     def peak(self, spec: Spec) -> int:
         after = largest_nbytes(self.after(spec))
@@ -194,9 +199,7 @@ class AllToAll(Step):
         return tuple([axis for axis in self.axes if axis not in self.apart])
 
     def traffic(self, spec: Spec) -> tuple[int, int]:
-        found = [traffic(grid) for grid in self._grids(spec)]
-        itemsize = spec.meta.dtype.itemsize
-        return max(sent for sent, _ in found) * itemsize, max(received for _, received in found) * itemsize
+        return _exchanged(self, spec)
 
     def peak(self, spec: Spec) -> int:
         return largest_nbytes(spec) + largest_nbytes(self.after(spec)) + sum(self.traffic(spec))
@@ -210,7 +213,7 @@ class AllToAll(Step):
         fixed = tuple([coordinate[axis] if axis in self.apart else None for axis in self.axes])
         return Grid(tuple(sizes), self.parts(spec), self.sources, self.aims, fixed)
 
-    def _grids(self, spec: Spec) -> list[Grid]:
+    def grids(self, spec: Spec) -> list[Grid]:
         """The grids that differ, with the largest size of dims that are not exchanged."""
         moved = {placement.dim for placement in (*self.sources, *self.aims) if isinstance(placement, Cut)}
         found = sizes_of(spec, self.axes)
@@ -223,6 +226,14 @@ class AllToAll(Step):
         if len(self.axes) == 1:
             return f"all_to_all({self.name}, {_lying(*self.sources)} -> {_lying(*self.aims)})"
         return f"all_to_all({self.name}, {' '.join(map(str, self.sources))} -> {' '.join(map(str, self.aims))})"
+
+
+@lru_cache(maxsize=16384)
+def _exchanged(step: AllToAll, spec: Spec) -> tuple[int, int]:
+    """The most bytes that a rank sends in an exchange, and the most that one receives."""
+    found = [traffic(grid) for grid in step.grids(spec)]
+    itemsize = spec.meta.dtype.itemsize
+    return max(sent for sent, _ in found) * itemsize, max(received for _, received in found) * itemsize
 
 
 @value
