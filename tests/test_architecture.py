@@ -42,7 +42,7 @@ LAYERS = [
     ["sharding.placement"],
     ["sharding.spec", "sharding.fitting"],
     ["rules.equation"],
-    ["rules.images"],
+    ["rules.images", "rules.strided"],
     ["rules.pattern"],
     ["rules.rule"],
     ["rules.empty"],

@@ -8,6 +8,7 @@ import torch
 from shardwise import (
     RaggedShard,
     RedistributeError,
+    RuleError,
     Shard,
     ViewError,
     distribute_tensor,
@@ -88,5 +89,52 @@ def test_a_view_stays_strict() -> None:
         for view in (lambda: x.view(4, 10), lambda: torch.Tensor.view(x, 4, 10), lambda: x.view_as(x.new_empty(4, 10))):
             with pytest.raises(ViewError, match="a view never communicates"):
                 view()
+
+    sim.run(body, 2)
+
+
+STRIDED = {
+    "slice": ((2, 8), (8, 1), 16),
+    "steps": ((3, 8), (16, 1), 0),
+    "block": ((2, 3), (8, 1), 17),
+    "column": ((6,), (8,), 3),
+    "turned": ((8, 6), (1, 8), 0),
+    "regrouped": ((2, 3, 2, 4), (24, 8, 4, 1), 0),
+    "entry": ((), (), 21),
+    "spread": ((3, 8), (0, 1), 24),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_as_strided_is_the_view_that_it_is(name, dim) -> None:
+    dense = torch.arange(48.0).view(6, 8).requires_grad_()
+    (expected := dense.as_strided(*STRIDED[name])).square().sum().backward()
+    written = dense.detach().clone()
+    written.as_strided(*STRIDED[name]).zero_()
+
+    def body():
+        x = distribute_tensor(dense.detach(), init_device_mesh("cpu", (2,)), [Shard(dim)]).requires_grad_()
+        sent = []
+        with wire.observing(sent.append):
+            found = x.as_strided(*STRIDED[name])
+            y = x.detach().clone()
+            y.as_strided(*STRIDED[name]).zero_()
+        assert sent == []
+        found.backward(2 * found.detach())
+        return found.full_tensor().detach(), x.grad.full_tensor(), y.full_tensor()
+
+    for found in sim.run(body, 2):
+        torch.testing.assert_close(found, (expected.detach(), dense.grad, written))
+
+
+def test_as_strided_that_would_move_or_count_from_elsewhere_is_refused() -> None:
+    def body() -> None:
+        x = cut(Shard(0))
+        for asked in [((2, 2, 2, 3), (1, 1, 1, 1), 0), ((4, 10), (10, 1), 0)]:
+            with pytest.raises(ViewError, match="as_strided"):
+                x.as_strided(*asked)
+        with pytest.raises(RuleError, match="an offset counts from the start"):
+            x[2:].as_strided((8,), (1,), 8)
 
     sim.run(body, 2)

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from shardwise.errors import ViewError
+from shardwise.errors import RuleError, ViewError, message
 from shardwise.mesh.world import current_world
+from shardwise.rules.strided import Views, views_of
 from shardwise.tensor.dispatch import redistributed
 
 KEY = "TESTING_ONLY_GenericWrapper"  # no tensor of torch's own has it
@@ -67,11 +68,50 @@ def _lasting(argument: object) -> object:
     return tuple(argument) if isinstance(argument, list) else argument
 
 
+def as_strided(x: torch.Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> torch.Tensor:
+    """``as_strided`` as the views that it is, so that parts and gradients stay where they are; else as torch has it."""
+    if storage_offset and x._is_view() and x._base is not None and x._base.numel() != x.numel():
+        raise RuleError(
+            message(
+                "an offset counts from the start of the memory, of which this tensor is a part",
+                asked=f"as_strided({x._spec}, {size}, {stride}, {storage_offset})",  # type: ignore[attr-defined]
+                do="write it with views, or call clone() first",
+            )
+        )
+    refusals = []
+    for views in views_of(x._spec.meta, size, stride, storage_offset or 0):  # type: ignore[attr-defined]
+        try:
+            return _seen(x, views)
+        except ViewError as refusal:
+            refusals.append(refusal)
+    if refusals:
+        raise _no_view(x, size, stride, storage_offset) from refusals[0]
+    with _Excluded(MARKED):
+        return x.as_strided(size, stride, storage_offset)
+
+
+def _no_view(x: torch.Tensor, size: list[int], stride: list[int], offset: int | None) -> ViewError:
+    return ViewError(
+        message(
+            "as_strided is a view, and a view never communicates: the parts of the ranks are no shards of the result",
+            asked=f"as_strided({x._spec}, {size}, {stride}, {offset or 0})",  # type: ignore[attr-defined]
+            do="redistribute it to Replicate() first",
+        )
+    )
+
+
+def _seen(x: torch.Tensor, views: Views) -> torch.Tensor:
+    for name, args in views:
+        x = getattr(x, name)(*args)
+    return x
+
+
 def _at_the_key() -> tuple[torch.library.Library, ...]:
     others, own = torch.library.Library("_", "IMPL", KEY), torch.library.Library("aten", "IMPL", KEY)
     others.fallback(torch.library.fallthrough_kernel)
     for name, call in MAY_COPY.items():
         own.impl(name, by_the_cheapest_road(name, call))
+    own.impl("as_strided", as_strided)
     return others, own
 
 
