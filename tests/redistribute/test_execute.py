@@ -309,6 +309,12 @@ class Ragged(Cut):
         return Ragged(dim, self.sizes)
 
 
+def test_what_a_later_axis_cuts_evenly_may_be_uneven_before() -> None:
+    """A dim of 6 x 5, flattened, of which an axis cuts the 5 in 3 and 2, and another the 6: 6 and 4 for each rank."""
+    lying, whole = (StridedShard(0, split_factor=6), Shard(0)), (Replicate(), Replicate())
+    check((2, 3), torch.arange(30.0), [(lying, whole), (lying, (Shard(0), Replicate())), (whole, lying)])
+
+
 def test_a_cut_of_any_kind_is_understood() -> None:
     whole, ragged = torch.arange(42.0).view(6, 7), Ragged(0, (4, 0, 2))
     ways = [ragged, Ragged(1, (1, 5, 1)), Ragged(0, (2, 2, 2)), Replicate(), Shard(0), STRIDED]

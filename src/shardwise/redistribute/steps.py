@@ -396,11 +396,12 @@ def local_sizes(cut: Cut, size: int, parts: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16384)
 def is_even(spec: Spec, axis: int) -> bool:
-    """Whether all ranks of ``axis`` hold equally large parts, wherever they stand on the other axes."""
+    """Whether ``axis`` cuts what the axes before it left into equally large parts, wherever they stand there."""
     cut, parts = spec.placements[axis], spec.mesh.shape[axis]
     if not isinstance(cut, Cut):
         return True
-    return all(len(set(local_sizes(cut, size, parts))) == 1 for size in _sizes(spec, cut.dim, (axis,)))
+    left = _sizes(spec, cut.dim, tuple(range(axis, spec.mesh.ndim)))
+    return all(len(set(local_sizes(cut, size, parts))) == 1 for size in left)
 
 
 @lru_cache(maxsize=16384)
