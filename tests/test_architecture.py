@@ -94,7 +94,7 @@ LAYERS = [
     ["tensor.roads"],
     ["tensor.agree"],
     ["tensor.dtensor"],
-    ["tensor.stored"],
+    ["tensor.stored", "tensor.composites"],
     ["tensor.factories"],
     ["tensor.api", "tensor.local_map", "tensor.register"],
     ["parallel.*"],

@@ -1,6 +1,7 @@
 """shardwise: distributed tensors for PyTorch that you can trust."""
 
-import shardwise.tensor.stored  # noqa: F401 (what torch.load may make)
+import shardwise.tensor.composites
+import shardwise.tensor.stored  # noqa: F401 (both for what they tell torch)
 from shardwise._faces import expose
 from shardwise.errors import (
     ArgumentError,

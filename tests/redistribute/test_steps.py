@@ -25,7 +25,7 @@ from shardwise.redistribute.steps import (
     local_sizes,
     reduction,
 )
-from shardwise.sharding.placement import Cut, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.sharding.placement import Cut, Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 
 STRIDED = StridedShard(0, split_factor=2)
 TP = (1,)
@@ -143,3 +143,14 @@ def test_replicas_may_be_served_apart() -> None:
     )
     assert (together.ranks(spec), apart.ranks(spec)) == (8, 4)
     assert together.traffic(spec)[1] == apart.traffic(spec)[1] == 4 * 8 * 4  # 4 of 8 rows, those not held
+
+
+@pytest.mark.parametrize("size", [6, 8, 12, 15])
+def test_only_parts_of_one_size_are_gathered(size: int) -> None:
+    mesh = dry_mesh((2, 2))
+    cuts = [Shard(0), *(StridedShard(0, split_factor=blocks) for blocks in (2, 3, 4)), RaggedShard(0, (1, 2))]
+    for pair in itertools.product(cuts, repeat=2):
+        spec = spec_of(mesh, pair, (size, 2))
+        held = {spec.local_shape(coordinate) for coordinate in itertools.product(range(2), repeat=2)}
+        for step in exchanges(spec, spec.with_placements([Replicate()] * 2)):
+            assert isinstance(step, AllToAll) or len(held) == 1, (spec, held)

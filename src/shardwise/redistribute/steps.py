@@ -400,8 +400,9 @@ def is_even(spec: Spec, axis: int) -> bool:
     cut, parts = spec.placements[axis], spec.mesh.shape[axis]
     if not isinstance(cut, Cut):
         return True
-    left = _sizes(spec, cut.dim, tuple(range(axis, spec.mesh.ndim)))
-    return all(len(set(local_sizes(cut, size, parts))) == 1 for size in left)
+    # Placements act from the first axis to the last: what later axes cut is cut alike if these parts are alike.
+    later = tuple(range(axis, spec.mesh.ndim))
+    return all(len(set(local_sizes(cut, size, parts))) == 1 for size in _sizes(spec, cut.dim, later))
 
 
 @lru_cache(maxsize=16384)

@@ -1,0 +1,85 @@
+"""Composite operators of torch that are met before torch's own code splits them up.
+
+Torch writes a composite operator in terms of others above autograd, where no tensor class is asked. Most may do so
+unseen; a few read the memory of a tensor there, which a distributed one does not have, or make plain tensors of their
+own beside the distributed ones. These are met at `PythonTLSSnapshot`, a key that comes before autograd and that only
+tensors with a dispatch of their own have: a call on plain tensors never passes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+
+from shardwise.mesh.world import current_world
+from shardwise.sharding.placement import Replicate
+from shardwise.tensor.dispatch import redistributed
+from shardwise.tensor.dtensor import DTensor
+
+aten = torch.ops.aten
+Op = torch._ops.OpOverload
+Met = Callable[..., object]
+MET_AT = "PythonTLSSnapshot"
+AFTER = torch._C._dispatch_keyset_full_after(DispatchKey.PythonTLSSnapshot)
+
+
+def reading(op: Op, name: str) -> Met:
+    """``op``, which reads the memory of the argument ``name``, with all of that argument on every rank."""
+    place = [argument.name for argument in op._schema.arguments].index(name)
+
+    def met(keys: DispatchKeySet, *args: object, **kwargs: object) -> object:
+        read = args[place]
+        if not isinstance(read, DTensor):
+            return op.redispatch(keys & AFTER, *args, **kwargs)
+        whole = redistributed(op, read, [Replicate()] * read.device_mesh.ndim).to_local()
+        result: object = op(*args[:place], whole, *args[place + 1 :], **kwargs)
+        return result
+
+    return met
+
+
+def making(op: Op) -> Met:
+    """``op``, which makes plain tensors by itself: they are the same on every rank."""
+
+    def met(keys: DispatchKeySet, *args: object, **kwargs: object) -> object:
+        given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
+        if not all(isinstance(item, DTensor) for item in given):
+            return op.redispatch(keys & AFTER, *args, **kwargs)
+        with _own_tensors_are_replicated():
+            return op.redispatch(keys & AFTER, *args, **kwargs)
+
+    return met
+
+
+@contextmanager
+def _own_tensors_are_replicated() -> Iterator[None]:
+    memory = current_world().memory
+    before = memory.get("implicit replication", False)
+    memory["implicit replication"] = True
+    try:
+        yield
+    finally:
+        memory["implicit replication"] = before
+
+
+MET: Mapping[Op, Met] = {
+    op: meet(op, *names)
+    for op, meet, *names in (
+        (aten.tensor_split.tensor_indices_or_sections, reading, "tensor_indices_or_sections"),
+        (aten._scaled_dot_product_attention_math.default, making),
+    )
+}
+
+
+def _registered() -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")
+    for op, met in MET.items():
+        library.impl(op, met, MET_AT, with_keyset=True)
+    return library
+
+
+LIBRARY: Final = _registered()  # what it registers lasts as long as it does

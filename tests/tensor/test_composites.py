@@ -1,0 +1,77 @@
+"""Composite operators that are met before torch's own code: on distributed tensors they say what they say on plain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise import MixedTensorError, Replicate, Shard, distribute_tensor, explicit, init_device_mesh, sim
+from shardwise.errors import ShardwiseError
+
+S0, R = Shard(0), Replicate()
+
+
+@pytest.mark.parametrize("indices", [[2, 5], [4], 3])
+def test_a_tensor_splits_at_the_entries_of_a_tensor(indices: int | list[int]) -> None:
+    whole, places = torch.arange(10.0), torch.tensor(indices)
+    want = torch.tensor_split(whole, places)
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(whole, mesh, [S0]).requires_grad_()
+        for placement in [R, S0][: 1 + places.ndim]:
+            found = x.tensor_split(distribute_tensor(places, mesh, [placement]))
+            assert [part.full_tensor().tolist() for part in found] == [part.tolist() for part in want]
+            plain = torch.tensor_split(whole, distribute_tensor(places, mesh, [placement]))
+            assert [part.tolist() for part in plain] == [part.tolist() for part in want]
+        found[-1].sum().backward()
+        assert x.grad is not None
+        assert x.grad.sum().item() == want[-1].numel()
+
+    sim.run(body, 2)
+
+
+def test_it_splits_under_inference_and_refuses_to_gather_where_that_is_forbidden() -> None:
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x, places = torch.arange(6.0), distribute_tensor(torch.tensor([1, 4]), mesh, [S0])
+        with torch.inference_mode():
+            found = torch.tensor_split(distribute_tensor(x, mesh, [R]), places)
+            assert [part.full_tensor().tolist() for part in found] == [[0], [1, 2, 3], [4, 5]]
+        with explicit(), pytest.raises(ShardwiseError, match="tensor_split"):
+            torch.tensor_split(distribute_tensor(x, mesh, [R]), places)
+
+    sim.run(body, 2)
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (3, 6, 8), (2, 3, 4, 6, 8)])
+def test_causal_attention_without_a_kernel_of_its_own(shape: tuple[int, ...]) -> None:
+    wholes = [torch.randn(shape, dtype=torch.float64) for _ in range(3)]
+
+    def attended(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        out = F.scaled_dot_product_attention(*tensors, is_causal=True)
+        return [out, *torch.autograd.grad((out**2).sum(), tensors)]
+
+    want = attended([whole.clone().requires_grad_() for whole in wholes])
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for places in ([S0] * 3, [Shard(len(shape) - 2)] * 3, [R, S0, Shard(len(shape) - 1)]):
+            own = [
+                distribute_tensor(x, mesh, [place]).requires_grad_() for x, place in zip(wholes, places, strict=True)
+            ]
+            for part, wanted in zip(attended(own), want, strict=True):
+                torch.testing.assert_close(part.full_tensor(), wanted)
+
+    sim.run(body, 2)
+
+
+def test_a_mask_of_the_caller_is_not_taken_for_one_of_torchs_own() -> None:
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(3, 4, 8), mesh, [S0])
+        with pytest.raises(MixedTensorError):
+            F.scaled_dot_product_attention(x, x, x, attn_mask=torch.zeros(4, 4))
+
+    sim.run(body, 2)
