@@ -331,3 +331,16 @@ def test_models_reshape_without_communication(mode, model, dim) -> None:
     for sent, full in sim.run(body, 4):
         assert sent == []
         torch.testing.assert_close(full, expected)
+
+
+def test_an_operator_that_must_move_cuts_no_other_dim_by_sizes_that_are_not_its_own() -> None:
+    def body():
+        x = distribute_tensor(torch.arange(30.0).view(5, 6), line(3), [Shard(1)])
+        y = torch.fft.fft(x[:, :3], dim=1)  # the dim that it needs whole is cut into parts of 2, 1 and 0
+        sizes = {cut.dim: sum(cut.sizes) for cut in y.placements if isinstance(cut, RaggedShard)}
+        return all(size == y.shape[dim] for dim, size in sizes.items()), y.full_tensor()
+
+    expected = torch.fft.fft(torch.arange(30.0).view(5, 6)[:, :3], dim=1)
+    for fits, found in sim.run(body, 3):
+        assert fits
+        torch.testing.assert_close(found, expected)

@@ -311,13 +311,21 @@ def _variants(
     yield strategy
     lying = dict.fromkeys(spec.placements[axis] for spec in current if spec is not None)
     if ways.takes_any_cut(label):
-        others = dict.fromkeys(own.at(0) for own in lying if isinstance(own, (StridedShard, RaggedShard)))
-        for cut in sorted(others, key=repr):
+        pairs = list(zip(strategy.inputs, current, strict=True))
+        others = [own.at(0) for own in lying if isinstance(own, (StridedShard, RaggedShard))]
+        for cut in sorted(set(others), key=repr):
+            # Only as an operand of the dim in question lies: another dim may have another size.
+            if not any(_lies_so(spec, axis, cut, role) for role, spec in pairs):
+                continue
             yield _varied(strategy, cut, current, axis)
     if strategy.outputs and all(role is None or role.is_replicate() for role in (*strategy.inputs, *strategy.outputs)):
         for own in lying:
             if isinstance(own, Owned) and not any(meta is not None and meta.shape for meta in call.outputs):
                 yield _varied(strategy, own, current, axis)
+
+
+def _lies_so(spec: Spec | None, axis: int, cut: Cut, role: Placement | None) -> bool:
+    return spec is not None and isinstance(role, Shard) and spec.placements[axis] is cut.at(role.dim)
 
 
 def _varied(strategy: Strategy, lying: Placement, current: Specs, axis: int) -> Strategy:
