@@ -66,6 +66,7 @@ LAYERS = [
         "rules.gathered",
         "rules.lists",
         "rules.search",
+        "rules.order",
     ],
     ["rules.table"],
     ["rules.checker"],

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwise.rules.pattern import along, named, text, without, wrap
+from shardwise.rules.pattern import named, text, wrap
 from shardwise.rules.rule import Call, Placing, Rule, called
 from shardwise.sharding.placement import Intervals
 from shardwise.sharding.spec import Spec, TensorMeta
@@ -429,29 +429,7 @@ def _embedding_backward_local(call: Call, placing: Placing) -> Run:
     return run
 
 
-# --- order
-
-
-def _two_along(x: TensorMeta, dim: int, keepdim: bool = True) -> str:
-    dims = along(x, [dim])
-    after = dims if keepdim else without(dims, dim)
-    return f"f({text(dims)}) -> {text(after)}, {text(after)}"
-
-
-def topk(x: TensorMeta, k: int, dim: int = -1, *_: object) -> str:
-    return _two_along(x, dim)
-
-
-def sort(x: TensorMeta, dim: int = -1, descending: bool = False) -> str:
-    return _two_along(x, dim)
-
-
-def sort_stable(x: TensorMeta, stable: bool | None, dim: int = -1, descending: bool = False) -> str:
-    return _two_along(x, dim)
-
-
-def kthvalue(x: TensorMeta, k: int, dim: int = -1, keepdim: bool = False) -> str:
-    return _two_along(x, dim, keepdim)
+# --- search in what is sorted
 
 
 def searchsorted(sequence: TensorMeta, values: object, *_: object) -> str:
@@ -498,10 +476,6 @@ RULES = {
     "embedding_dense_backward": Rule(embedding_backward, local=_embedding_backward_local, plain=SEVERAL),
     # Bags are cut by offsets that are data.
     **dict.fromkeys(BAGS, Rule(measured=True, plain=("indices", "offsets"))),
-    "topk": topk,
-    "sort": sort,
-    "sort.stable": sort_stable,
-    "kthvalue": kthvalue,
     "searchsorted.Tensor": searchsorted,
     "bucketize.Tensor": bucketize,
 }

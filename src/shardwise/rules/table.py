@@ -30,6 +30,7 @@ from shardwise.rules import (
     losses,
     nn,
     norms,
+    order,
     pointwise,
     search,
     shape,
@@ -59,6 +60,7 @@ FAMILIES: Sequence[Mapping[str, object]] = tuple(
         answers,
         gathered,
         search,
+        order,
         lists,
     )
 )
