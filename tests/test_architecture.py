@@ -95,7 +95,7 @@ LAYERS = [
     ["tensor.roads"],
     ["tensor.agree"],
     ["tensor.dtensor"],
-    ["tensor.stored", "tensor.composites"],
+    ["tensor.stored", "tensor.early"],
     ["tensor.factories"],
     ["tensor.api", "tensor.local_map", "tensor.register"],
     ["parallel.*"],

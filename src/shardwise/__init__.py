@@ -1,6 +1,6 @@
 """shardwise: distributed tensors for PyTorch that you can trust."""
 
-import shardwise.tensor.composites
+import shardwise.tensor.early
 import shardwise.tensor.stored  # noqa: F401 (both for what they tell torch)
 from shardwise._faces import expose
 from shardwise.errors import (

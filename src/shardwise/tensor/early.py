@@ -1,9 +1,10 @@
-"""Composite operators of torch that are met before torch's own code splits them up.
+"""Operators that are met before autograd and before torch's own code for them.
 
 Torch writes a composite operator in terms of others above autograd, where no tensor class is asked. Most may do so
 unseen; a few read the memory of a tensor there, which a distributed one does not have, or make plain tensors of their
-own beside the distributed ones. These are met at `PythonTLSSnapshot`, a key that comes before autograd and that only
-tensors with a dispatch of their own have: a call on plain tensors never passes here.
+own beside the distributed ones; and the gradient of some operator is a plain tensor. These are met at
+`PythonTLSSnapshot`, a key that comes before autograd and that only tensors with a dispatch of their own have: a call on
+plain tensors never passes here.
 """
 
 from __future__ import annotations
@@ -55,6 +56,20 @@ def making(op: Op) -> Met:
     return met
 
 
+def real(op: Op, other: Op) -> Met:
+    """``op``, or on real numbers ``other``, which is the same there, and whose gradient is like its result."""
+
+    def met(keys: DispatchKeySet, *args: object, **kwargs: object) -> object:
+        x = args[0]
+        assert isinstance(x, torch.Tensor), op
+        if x.is_complex() or not isinstance(x, DTensor):
+            return op.redispatch(keys & AFTER, *args, **kwargs)
+        result: object = other(*args, **kwargs)
+        return result
+
+    return met
+
+
 @contextmanager
 def _own_tensors_are_replicated() -> Iterator[None]:
     memory = current_world().memory
@@ -67,11 +82,12 @@ def _own_tensors_are_replicated() -> Iterator[None]:
 
 
 MET: Mapping[Op, Met] = {
-    op: meet(op, *names)
-    for op, meet, *names in (
-        (aten.tensor_split.tensor_indices_or_sections, reading, "tensor_indices_or_sections"),
-        (aten._scaled_dot_product_attention_math.default, making),
-    )
+    aten.tensor_split.tensor_indices_or_sections: reading(
+        aten.tensor_split.tensor_indices_or_sections, "tensor_indices_or_sections"
+    ),
+    aten._scaled_dot_product_attention_math.default: making(aten._scaled_dot_product_attention_math.default),
+    aten.sgn.default: real(aten.sgn.default, aten.sign.default),
+    aten.sgn_.default: real(aten.sgn_.default, aten.sign_.default),
 }
 
 

@@ -1,4 +1,4 @@
-"""Composite operators that are met before torch's own code: on distributed tensors they say what they say on plain."""
+"""Operators that are met before torch's own code: on distributed tensors they say what they say on plain ones."""
 
 from __future__ import annotations
 
@@ -73,5 +73,20 @@ def test_a_mask_of_the_caller_is_not_taken_for_one_of_torchs_own() -> None:
         x = distribute_tensor(torch.ones(3, 4, 8), mesh, [S0])
         with pytest.raises(MixedTensorError):
             F.scaled_dot_product_attention(x, x, x, attn_mask=torch.zeros(4, 4))
+
+    sim.run(body, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_the_gradient_of_a_sign_lies_as_the_tensor_does(dtype: torch.dtype) -> None:
+    whole = torch.randn(5, dtype=dtype)
+    dense = whole.clone().requires_grad_()
+    (torch.sgn(dense).abs() * dense.clone().sgn_().abs()).sum().backward()
+
+    def body() -> None:
+        x = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [S0]).requires_grad_()
+        (torch.sgn(x).abs() * x.clone().sgn_().abs()).sum().backward()
+        assert x.grad.placements == (S0,)
+        torch.testing.assert_close(x.grad.full_tensor(), dense.grad)
 
     sim.run(body, 2)
