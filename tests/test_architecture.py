@@ -67,6 +67,7 @@ LAYERS = [
         "rules.lists",
         "rules.search",
         "rules.order",
+        "rules.refused",
     ],
     ["rules.table"],
     ["rules.checker"],

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch._decomp import decomposition_table
@@ -32,6 +32,7 @@ from shardwise.rules import (
     norms,
     order,
     pointwise,
+    refused,
     search,
     shape,
     views,
@@ -62,6 +63,7 @@ FAMILIES: Sequence[Mapping[str, object]] = tuple(
         search,
         order,
         lists,
+        refused,
     )
 )
 
@@ -182,19 +184,35 @@ def _in_place(op: torch._ops.OpOverload) -> Rule | None:
 
 
 def _out(op: torch._ops.OpOverload) -> Rule | None:
-    arguments, written = op._schema.arguments, _written(op)
-    if not written:
-        return None
-    kept = [place for place in range(len(arguments)) if place not in written]
-    functional = _functional(op._schema.name.removeprefix("aten::"), [arguments[place] for place in kept])
+    functional, places = _without_out(op)
     found = None if functional is None else _lookup(functional)
     if found is None or functional is None:
         return None
-    order = [arguments[place].name for place in kept]
-    places = tuple(kept[order.index(argument.name)] for argument in functional._schema.arguments)
-    if found.measured:  # nothing can be written to before its size is known
+    if found.measured:
         return Rule(expand=_writing(called(functional), places))
-    return _varied(found, functional, places, out=len(written))
+    written = len(op._schema.arguments) - len(places)
+    return _varied(found, functional, places, out=written)
+
+
+def _without_out(op: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload | None, tuple[int, ...]]:
+    """The functional operator of one with ``out=``, and where its arguments stand among those of ``op``."""
+    arguments = op._schema.arguments
+    kept = [
+        place for place, argument in enumerate(arguments) if not (argument.kwarg_only and _writes(op._schema, place))
+    ]
+    if len(kept) == len(arguments):
+        return None, ()
+    functional = _functional(op._schema.name.removeprefix("aten::"), [arguments[place] for place in kept])
+    if functional is None:
+        return None, ()
+    order = [arguments[place].name for place in kept]
+    return functional, tuple(kept[order.index(argument.name)] for argument in functional._schema.arguments)
+
+
+def written_out(op: torch._ops.OpOverload) -> Callable[..., object] | None:
+    """For an operator with ``out=``: its functional form, whose results are copied into what they must fit."""
+    functional, places = _without_out(op)
+    return None if functional is None else _writing(called(functional), places)
 
 
 def _written(op: torch._ops.OpOverload) -> list[int]:
@@ -293,28 +311,28 @@ def _writing(run: Callable[..., object], places: tuple[int, ...]) -> Callable[..
 
     def written(*args: object) -> object:
         results = run(*(args[place] for place in places))
-        targets = [args[place] for place in range(len(args)) if place not in places] or [args[0]]
-        several = results if isinstance(results, (tuple, list)) else (results,)
-        for target, result in zip(targets, several, strict=False):
-            _fill(target, result)
+        targets: list[Any] = [args[place] for place in range(len(args)) if place not in places] or [args[0]]
+        several: Sequence[Any] = results if isinstance(results, (tuple, list)) else (results,)
+        pairs = list(zip(targets, several, strict=False))
+        for target, result in pairs:
+            _check_fits(target, result)
+        for target, result in pairs:
+            target.copy_(result)
         return targets[0] if len(targets) == 1 else tuple(targets)
 
     return written
 
 
-def _fill(target: object, result: object) -> None:
-    assert isinstance(target, torch.Tensor), target
-    assert isinstance(result, torch.Tensor), result
-    if target.shape != result.shape:
+def _check_fits(target: torch.Tensor, result: torch.Tensor) -> None:
+    if target.shape != result.shape or not torch.can_cast(result.dtype, target.dtype):
         raise InplaceError(
             message(
-                "a tensor of another shape cannot take the result",
-                asked=f"to write to a tensor of shape {list(target.shape)}",
-                got=f"a result of shape {list(result.shape)}",
-                do="pass a tensor of that shape, or leave out= away",
+                "the operator would change the shape or dtype of the tensor that it writes to",
+                asked=f"to write to {TensorMeta.of(target)}",
+                got=f"the result is {TensorMeta.of(result)}",
+                do="use what the operator returns without out=",
             )
         )
-    target.copy_(result)
 
 
 # --- calls

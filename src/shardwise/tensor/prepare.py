@@ -5,8 +5,10 @@ The tensor class hands itself down as ``kind``: it has ``_spec`` and ``_local_te
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -340,10 +342,27 @@ def _spec_of(operand: Any, kind: Any, mesh: Any, op: Op, trusted: bool) -> Spec 
     raise MixedTensorError(
         message(
             f"{op}: got mixed torch.Tensor and DTensor",
-            asked=f"{op} with a plain {TensorMeta.of(operand)} beside a DTensor on {mesh}",
+            asked=f"{op} with a plain {TensorMeta.of(operand)} beside a DTensor on {mesh}{_within()}",
             do="distribute_tensor(plain, mesh, [Replicate()]) first, or run it under shardwise.implicit_replication()",
         )
     )
+
+
+def _within() -> str:
+    """Which function of torch, written in Python, has called: it may have made the plain tensor itself."""
+    frame, name = sys._getframe(1), ""
+    while frame is not None and _module(frame).startswith("shardwise."):
+        frame = frame.f_back  # type: ignore[assignment]
+    while frame is not None and _module(frame).startswith("torch."):
+        own = frame.f_code.co_name
+        name = name if own.startswith("_") or _module(frame).startswith("torch.nn.modules") else own
+        frame = frame.f_back  # type: ignore[assignment]
+    return f", within torch's {name}" if name else ""
+
+
+def _module(frame: FrameType) -> str:
+    found: str = frame.f_globals.get("__name__", "")
+    return found
 
 
 def is_replicated() -> bool:

@@ -20,7 +20,7 @@ from shardwise.redistribute.steps import Step
 from shardwise.rules.equation import Sizes, Strategy
 from shardwise.rules.images import Image, Joining
 from shardwise.rules.rule import Call, Choices, Local, Placing, Rule, called, choices, resolve
-from shardwise.rules.table import lookup, make_call, out_of_place
+from shardwise.rules.table import lookup, make_call, out_of_place, written_out
 from shardwise.sharding.placement import Cut, Owned, Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta
 from shardwise.tensor.metas import Metas, output_metas
@@ -146,7 +146,10 @@ def _metas(asked: Asked) -> Metas | None:
 
 
 def _measured(asked: Asked) -> OpPlan:
-    """Run on whole operands; what the results look like will be seen."""
+    """Run on whole operands; what the results look like will be seen, and nothing is written to before."""
+    expand = written_out(asked.op)
+    if expand is not None:
+        return OpPlan(asked.op, expand=expand)
     call = make_call(asked.op, asked.args, asked.kwargs, ())
     whole = Strategy(tuple(None if meta is None else Replicate() for meta in call.operands), ())
     ways = Choices({}, None, "measured", listed={"whole": whole})
