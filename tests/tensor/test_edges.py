@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from shardwise import (
     DTensor,
     Partial,
+    Placement,
     PlacementError,
     Replicate,
     Shard,
@@ -109,3 +110,34 @@ def test_gradient_placements_that_give_another_shape_are_refused() -> None:
 def test_a_world_has_a_whole_number_of_ranks(size) -> None:
     with pytest.raises(WorldError, match="no such world"):
         sim.run(lambda: None, size)
+
+
+CONJUGATES = {
+    "conj": lambda x: x.conj().mul_(2j),
+    "conj of part": lambda x: x.conj()[1:].fill_(1 - 3j),
+    "imag of conj": lambda x: x.conj().imag.fill_(3.0),
+    "real of conj": lambda x: x.conj().real.zero_(),
+    "adjoint": lambda x: x.mH.add_(1j),
+    "negative": lambda x: torch._neg_view(x).add_(1),
+    "conj of conj": lambda x: x.conj().conj().zero_(),
+}
+
+
+@pytest.mark.parametrize("name", CONJUGATES)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_what_is_written_to_a_conjugate_is_written_to_the_tensor(name: str, placement: Placement) -> None:
+    whole = torch.randn(3, 4, dtype=torch.complex128)
+    want = whole.clone()
+    CONJUGATES[name](want)
+
+    def body() -> None:
+        x = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [placement])
+        lazy = x.conj()
+        assert lazy.is_conj()
+        CONJUGATES[name](x)
+        torch.testing.assert_close(x.full_tensor(), want)
+        torch.testing.assert_close(lazy.full_tensor(), want.conj().resolve_conj())
+        torch.testing.assert_close((lazy @ x.mT).full_tensor(), want.conj() @ want.mT)
+        torch.testing.assert_close(lazy.redistribute(placements=[Shard(1)]).imag.full_tensor(), want.conj().imag)
+
+    sim.run(body, 2)

@@ -159,9 +159,8 @@ RULES: dict[str, str | Meaning | Rule] = {
     **each(FALLING, "down(...) -> ..."),
     **each(LINEAR_IN_THE_FIRST, "... / ... -> ..."),
     **each(OPAQUE_OF_TWO, "f(..., ...) -> ..."),
-    # Lazy conjugates and negatives are known by a bit that only the kernels of plain tensors see.
-    "_conj": Rule("... -> ...", local=lambda call, placing: aten._conj_physical.default),
-    "_neg_view": Rule("... -> ...", local=lambda call, placing: aten.neg.default),
+    "_conj": "... -> ...",
+    "_neg_view": "... -> ...",
     "hardswish": "f(...) -> ...",
     "floor_divide.Scalar": "f(...) -> ...",
     "_to_copy": cast,

@@ -275,9 +275,17 @@ def wrapped(kind: Any, ready: Ready, result: Any, args: Args, kwargs: Kwargs) ->
             if not ready.views and part.is_contiguous() is not spec.meta.row_major:
                 part = spec.meta.lay_out(part)
             made.append(kind._wrap(part, spec))
+            if ready.lazy:
+                _mark(made[-1], part)
     if returns == "tensor":
         return made[0]
     return made if returns == "list" else tuple(made)
+
+
+def _mark(made: Any, part: torch.Tensor) -> None:
+    """Let ``made`` say of itself that it is a conjugate or negative that is still to be resolved, as ``part`` is."""
+    torch._C._set_conj(made, part.is_conj())
+    torch._C._set_neg(made, part.is_neg())
 
 
 def _measured(kind: Any, mesh: DeviceMesh, result: Any) -> Any:

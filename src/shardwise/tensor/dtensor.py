@@ -350,6 +350,8 @@ def _check_pending(source: Spec, target: tuple[Placement, ...]) -> None:
 
 def _moved(source: DTensor, goal: Spec, async_op: bool = False) -> DTensor:
     spec, local = source._spec, source._local_tensor
+    if spec.meta.dtype.is_complex:
+        local = local.resolve_conj()
     if goal is spec:
         return DTensor._wrap(local, spec)
     if goal.mesh is not spec.mesh:
