@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from shardwise import MixedTensorError, Replicate, Shard, distribute_tensor, explicit, init_device_mesh, sim
+from shardwise import DTensor, MixedTensorError, Replicate, Shard, distribute_tensor, explicit, init_device_mesh, sim
 from shardwise.errors import ShardwiseError
 
 S0, R = Shard(0), Replicate()
@@ -88,5 +89,28 @@ def test_the_gradient_of_a_sign_lies_as_the_tensor_does(dtype: torch.dtype) -> N
         (torch.sgn(x).abs() * x.clone().sgn_().abs()).sum().backward()
         assert x.grad.placements == (S0,)
         torch.testing.assert_close(x.grad.full_tensor(), dense.grad)
+
+    sim.run(body, 2)
+
+
+def test_a_gradient_that_torch_makes_plain_lies_as_the_tensor_does() -> None:
+    whole = torch.randn(5)
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = nn.Parameter(distribute_tensor(whole, mesh, [S0]))
+        sign = nn.Parameter(distribute_tensor(whole, mesh, [S0]))
+        for _ in range(2):  # copysign has zeros for the gradient of its second operand
+            torch.copysign(x, sign).sum().backward()
+            assert isinstance(sign.grad, DTensor)
+            assert sign.grad is sign.grad
+            assert sign.grad.placements == (S0,)
+        torch.optim.AdamW([x, sign], weight_decay=0.0).step()
+        torch.testing.assert_close(sign.full_tensor().detach(), whole)
+        part = torch.ones(3 - mesh.get_local_rank()).requires_grad_()
+        signs = DTensor.from_local(part, mesh, [S0], shape=(5,), stride=(1,))
+        torch.copysign(x, signs).sum().backward()
+        torch.copysign(x, signs.redistribute(placements=[R])).sum().backward()
+        assert part.grad.tolist() == [0.0] * len(part)
 
     sim.run(body, 2)

@@ -21,6 +21,7 @@ from shardwise.tensor import agree, dispatch
 from shardwise.tensor.roads import MARKED
 
 Placements = Sequence[Placement]
+GRAD = cast(Any, torch._C.TensorBase.grad)
 PARTS = 16384  # of how many parts it is remembered what they are parts of
 
 
@@ -197,6 +198,25 @@ class DTensor(torch.Tensor):
             )
         self._local_tensor = other._local_tensor
 
+    @property
+    def grad(self) -> DTensor | None:
+        """The gradient, a DTensor; one that a formula of torch has made plain is the same on every rank."""
+        found = GRAD.__get__(self)
+        if found is None or isinstance(found, DTensor):
+            return found
+        with torch.no_grad():
+            made = _distributed(found, self._spec.mesh).redistribute(placements=self._spec.gradient_placements)
+        GRAD.__set__(self, made)
+        return made
+
+    @grad.setter
+    def grad(self, other: torch.Tensor | None) -> None:
+        GRAD.__set__(self, other)
+
+    @grad.deleter
+    def grad(self) -> None:
+        GRAD.__delete__(self)
+
     def apply_(self, *args: Any) -> DTensor:
         """Refused: a Python function of each element would see a part only by accident."""
         raise _element_by_element("apply_", self._spec)
@@ -317,6 +337,13 @@ def _global_meta(
     return TensorMeta(tuple(sizes), dense(sizes, strides) if ragged else tuple(strides), own.dtype)
 
 
+def _distributed(gradient: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A gradient as a DTensor: formulas of torch make plain zeros at times, the same on every rank."""
+    if isinstance(gradient, DTensor):
+        return gradient
+    return DTensor._wrap(gradient, Spec(mesh, (Replicate(),) * mesh.ndim, TensorMeta.of(gradient)))
+
+
 def _arrived(local: torch.Tensor) -> torch.Tensor:
     waiting = getattr(local, "wait", None)
     return local if waiting is None else waiting()
@@ -366,12 +393,12 @@ def _moved(source: DTensor, goal: Spec, async_op: bool = False) -> DTensor:
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: Spec, back: tuple[Placement, ...]) -> DTensor:
-        ctx.back = back
+        ctx.mesh, ctx.back = spec.mesh, back
         return DTensor._wrap(local.detach(), spec)
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> Any:
-        return gradient.redistribute(placements=ctx.back).to_local(), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _distributed(gradient, ctx.mesh).redistribute(placements=ctx.back).to_local(), None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -392,11 +419,12 @@ class _Redistribute(torch.autograd.Function):
     def forward(ctx: Any, source: DTensor, goal: Spec, async_op: bool, dtype: torch.dtype) -> DTensor:
         spec = source._spec
         ctx.mesh, ctx.back, ctx.dtype, ctx.source_dtype = spec.mesh, spec.gradient_placements, dtype, source.dtype
+        ctx.goal_mesh = goal.mesh
         return _moved(source, goal, async_op)
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> Any:
-        back = gradient._cast(ctx.dtype).redistribute(ctx.mesh, ctx.back)
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        back = _distributed(gradient, ctx.goal_mesh)._cast(ctx.dtype).redistribute(ctx.mesh, ctx.back)
         return back._cast(ctx.source_dtype), None, None, None
 
 
