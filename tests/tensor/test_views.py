@@ -21,6 +21,7 @@ from shardwise import (
     Shard,
     StridedShard,
     ViewError,
+    current_world,
     distribute_tensor,
     init_device_mesh,
     sim,
@@ -198,3 +199,33 @@ def test_a_rank_without_a_part_views_it_as_the_same_dtype() -> None:
         assert torch.equal(viewed.full_tensor(), torch.arange(4.0).view(torch.float64))
 
     sim.run(body, 3)
+
+
+class _Marked(torch.autograd.Function):
+    """The identity; its gradient is marked through a view."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        own = gradient * 2
+        own.diagonal().fill_(7)
+        own.diagonal()[1:].add_(1)
+        return own
+
+
+def test_what_a_backward_pass_writes_to_a_view_that_had_to_move_is_written_to_the_tensor() -> None:
+    dense = torch.randn(5, 5, requires_grad=True)
+    (_Marked.apply(dense) * dense.detach()).sum().backward()
+
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = distribute_tensor(dense.detach(), mesh, [Shard(1), Shard(0)]).requires_grad_()
+        (_Marked.apply(x) * x.detach()).sum().backward()
+        return x.grad.full_tensor(), current_world().memory["stand-ins"]
+
+    for gradient, remembered in sim.run(body, 4):
+        torch.testing.assert_close(gradient, dense.grad)
+        assert not remembered

@@ -237,7 +237,36 @@ def _moved_first(kind: Any, op: Op, args: Args, kwargs: Kwargs, refusal: ViewErr
     # A backward pass reshapes gradients by views; nobody sees their memory, so they may move first.
     if refusal.placements is None or torch._C._current_graph_task_id() == -1:
         raise refusal
-    return run(kind, op, (redistributed(op, args[0], refusal.placements), *args[1:]), kwargs)
+    moved = redistributed(op, args[0], refusal.placements)
+    _stand_ins()[_storage(moved)] = args[0], moved
+    return run(kind, op, (moved, *args[1:]), kwargs)
+
+
+def _stand_ins() -> dict[int, tuple[Any, Any]]:
+    """The tensors of this backward pass that a moved one stands in for, by its memory: what is written there is theirs.
+
+    They are remembered until the pass ends.
+    """
+    passes, task = current_world().memory.setdefault("stand-ins", {}), torch._C._current_graph_task_id()
+    if task not in passes:
+        passes[task] = {}
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: passes.pop(task, None))
+    found: dict[int, tuple[Any, Any]] = passes[task]
+    return found
+
+
+def _storage(tensor: Any) -> int:
+    found: int = tensor._local_tensor.untyped_storage()._cdata
+    return found
+
+
+def _write_back(targets: list[Any]) -> None:
+    passes = current_world().memory.get("stand-ins")
+    stand_ins = passes.get(torch._C._current_graph_task_id(), {}) if passes else {}
+    for target in targets if stand_ins else ():
+        origin, moved = stand_ins.get(_storage(target), (None, None))
+        if origin is not None:
+            origin.copy_(moved)
 
 
 def redistributed(what: object, tensor: Any, placements: Any) -> Any:
@@ -262,6 +291,8 @@ def wrapped(kind: Any, ready: Ready, result: Any, args: Args, kwargs: Kwargs) ->
         return None
     if ready.written:
         targets = [_at(args, kwargs, place) for place in ready.written]
+        if torch._C._current_graph_task_id() != -1:
+            _write_back([target for target in targets if isinstance(target, kind)])
         return targets[0] if returns == "tensor" else tuple(targets)
     if ready.measured is not None:
         return _measured(kind, ready.measured, result)
