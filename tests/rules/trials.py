@@ -1,4 +1,4 @@
-"""Trials of torch's operator database: tensors lie at random on three ranks, and the answer is the dense one.
+"""Trials of torch's operator database: tensors lie at random on the ranks of a mesh, and the answer is the dense one.
 
 Run as a script it writes what `test_coverage` holds: ``python tests/rules/trials.py > tests/rules/coverage.txt``.
 """
@@ -12,6 +12,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from math import prod
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from shardwise import (
     DeviceMesh,
     DTensor,
     Partial,
+    Placement,
     Replicate,
     Shard,
     ShardwiseError,
@@ -31,7 +33,7 @@ from shardwise import (
     sim,
 )
 
-RANKS = 3
+LINE = (3,)  # the mesh of what is listed
 LISTED = Path(__file__).with_name("coverage.txt")
 WORST = ["none", "right", "refused", "crashed", "wrong"]
 # What is drawn, and what is unique only up to signs, is compared by shape alone.
@@ -48,14 +50,20 @@ def operators() -> list[OpInfo]:
 
 def verdicts(info: OpInfo) -> tuple[str, str]:
     """What becomes of the first sample of an operator, forward and with gradients, and of its gradients' own sample."""
-    return tuple(worst(sim.run(ranks_verdict, RANKS, info, grad))[0] for grad in (False, True))  # type: ignore[return-value]
+    forward, backward = (tried(info, grad)[0] for grad in (False, True))
+    return forward, backward
+
+
+def tried(info: OpInfo, grad: bool, shape: tuple[int, ...] = LINE) -> tuple[str, str]:
+    """What becomes of a sample on a mesh of ``shape``, on the rank where it goes worst, and why."""
+    return worst(sim.run(ranks_verdict, prod(shape), info, grad, shape))
 
 
 def worst(found: Sequence[tuple[str, str]]) -> tuple[str, str]:
     return max(found, key=lambda verdict: WORST.index(verdict[0]))
 
 
-def ranks_verdict(info: OpInfo, grad: bool) -> tuple[str, str]:
+def ranks_verdict(info: OpInfo, grad: bool, shape: tuple[int, ...]) -> tuple[str, str]:
     """``none`` if the operator itself does not run, else how it went, and why."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -63,7 +71,7 @@ def ranks_verdict(info: OpInfo, grad: bool) -> tuple[str, str]:
         sample = first_sample(info, grad)
         if sample is None:
             return "none", "no sample"
-        mesh, draw = init_device_mesh("cpu", (RANKS,)), random.Random(zlib.crc32(info.full_name.encode()))
+        mesh, draw = init_device_mesh("cpu", shape), random.Random(zlib.crc32(info.full_name.encode()))
         dense = tree_map_only(torch.Tensor, lambda x: copied(x, grad), sample)
         try:
             expected = results(info, dense, grad)
@@ -93,14 +101,22 @@ def copied(x: torch.Tensor, grad: bool) -> torch.Tensor:
 
 
 def laid(x: torch.Tensor, mesh: DeviceMesh, draw: random.Random, grad: bool) -> DTensor:
-    """``x`` with a placement drawn at random: cut along a dim more often than whole, now and then a pending sum."""
-    if x.is_floating_point() and draw.random() < 0.15:
-        part = x.detach().clone() if mesh.get_local_rank() == 0 else torch.zeros_like(x)
-        made = DTensor.from_local(part, mesh, [Partial()])
-    else:
-        places = [Replicate(), *(Shard(dim) for dim in range(x.ndim) for _ in range(2))]
-        made = distribute_tensor(x.detach().clone(), mesh, [draw.choice(places)])
+    """``x`` lying at random: cut along a dim more often than whole, now and then a pending sum, on each axis."""
+    drawn = [drawn_placement(x, draw) for _ in range(mesh.ndim)]
+    whole = [Replicate() if place.is_partial() else place for place in drawn]
+    made = distribute_tensor(x.detach().clone(), mesh, whole)
+    if whole != drawn:
+        part, own = made.to_local(), [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
+        adds = all(index == 0 for index, place in zip(own, drawn, strict=True) if place.is_partial())
+        part = part if adds else torch.zeros_like(part)
+        made = DTensor.from_local(part, mesh, drawn, shape=x.shape, stride=x.stride())
     return made.detach().requires_grad_() if x.requires_grad and grad else made
+
+
+def drawn_placement(x: torch.Tensor, draw: random.Random) -> Placement:
+    if x.is_floating_point() and draw.random() < 0.15:
+        return Partial()
+    return draw.choice([Replicate(), *(Shard(dim) for dim in range(x.ndim) for _ in range(2))])
 
 
 def results(info: OpInfo, given: tuple[tuple, dict], grad: bool) -> list[object]:
