@@ -114,3 +114,42 @@ def test_a_gradient_that_torch_makes_plain_lies_as_the_tensor_does() -> None:
         assert part.grad.tolist() == [0.0] * len(part)
 
     sim.run(body, 2)
+
+
+VIEWING = {
+    "trapezoid": lambda x: torch.trapezoid(x, dim=0),
+    "cumulative_trapezoid": lambda x: torch.cumulative_trapezoid(x, dx=2.0, dim=0),
+    "repeat_interleave": lambda x: x.repeat_interleave(3),
+    "stft": lambda x: torch.stft(x[:, 0], 3, hop_length=2, return_complex=True),
+    "hfft2": lambda x: torch.fft.hfft2(x),
+    "instance_norm": lambda x: F.instance_norm(x[None]),
+}
+
+
+@pytest.mark.parametrize("name", VIEWING)
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_composite_operator_views_on_its_way_may_move_first(name: str) -> None:
+    whole = torch.randn(5, 6, dtype=torch.float64)
+    dense = whole.clone().requires_grad_()
+    want = VIEWING[name](dense)
+    want.abs().sum().backward()
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        for places in ([S0, S0], [Shard(1), S0], [S0, Shard(1)]):
+            x = distribute_tensor(whole, mesh, places).requires_grad_()
+            found = VIEWING[name](x)
+            found.abs().sum().backward()
+            torch.testing.assert_close(found.full_tensor(), want)
+            torch.testing.assert_close(x.grad.full_tensor(), dense.grad)
+
+    sim.run(body, 4)
+
+
+def test_that_does_not_move_where_moves_are_forbidden() -> None:
+    def body() -> None:
+        x = distribute_tensor(torch.randn(5, 6), init_device_mesh("cpu", (2, 2)), [S0, S0])
+        with explicit(), pytest.raises(ShardwiseError, match="would redistribute by itself"):
+            torch.trapezoid(x, dim=0)
+
+    sim.run(body, 4)

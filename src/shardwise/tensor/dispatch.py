@@ -41,6 +41,7 @@ from shardwise.tensor.propagate import Op
 PLANS = 0 if os.environ.get("SHARDWISE_CACHE") == "0" else 16384
 NUMBERS = frozenset({int, bool, complex, float})
 LISTS = frozenset({list, tuple, torch.Size})
+VIEWS_MAY_MOVE = "views may move"  # said by a rank of a call in which nobody sees the views, nor writes to them
 
 
 class Plans(dict[Any, Ready]):
@@ -235,10 +236,12 @@ def _run(
 
 def _moved_first(kind: Any, op: Op, args: Args, kwargs: Kwargs, refusal: ViewError) -> Any:
     # A backward pass reshapes gradients by views; nobody sees their memory, so they may move first.
-    if refusal.placements is None or torch._C._current_graph_task_id() == -1:
+    in_backward = torch._C._current_graph_task_id() != -1
+    if refusal.placements is None or not (in_backward or current_world().memory.get(VIEWS_MAY_MOVE)):
         raise refusal
     moved = redistributed(op, args[0], refusal.placements)
-    _stand_ins()[_storage(moved)] = args[0], moved
+    if in_backward:
+        _stand_ins()[_storage(moved)] = args[0], moved
     return run(kind, op, (moved, *args[1:]), kwargs)
 
 

@@ -1,10 +1,10 @@
 """Operators that are met before autograd and before torch's own code for them.
 
 Torch writes a composite operator in terms of others above autograd, where no tensor class is asked. Most may do so
-unseen; a few read the memory of a tensor there, which a distributed one does not have, or make plain tensors of their
-own beside the distributed ones; and the gradient of some operator is a plain tensor. These are met at
-`PythonTLSSnapshot`, a key that comes before autograd and that only tensors with a dispatch of their own have: a call on
-plain tensors never passes here.
+unseen; a few read the memory of a tensor there, which a distributed one does not have, make plain tensors of their own
+beside the distributed ones, or take views that nobody sees. And the gradient of some operator is a plain tensor. These
+are met at `PythonTLSSnapshot`, a key that comes before autograd and that only tensors with a dispatch of their own
+have: a call on plain tensors never passes here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch._C import DispatchKey, DispatchKeySet
 
 from shardwise.mesh.world import current_world
 from shardwise.sharding.placement import Replicate
-from shardwise.tensor.dispatch import redistributed
+from shardwise.tensor.dispatch import VIEWS_MAY_MOVE, redistributed
 from shardwise.tensor.dtensor import DTensor
 
 aten = torch.ops.aten
@@ -50,7 +50,17 @@ def making(op: Op) -> Met:
         given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
         if not all(isinstance(item, DTensor) for item in given):
             return op.redispatch(keys & AFTER, *args, **kwargs)
-        with _own_tensors_are_replicated():
+        with _saying("implicit replication"):
+            return op.redispatch(keys & AFTER, *args, **kwargs)
+
+    return met
+
+
+def viewing(op: Op) -> Met:
+    """``op``, whose result is no view, though torch takes views on the way: what they are of may move first."""
+
+    def met(keys: DispatchKeySet, *args: object, **kwargs: object) -> object:
+        with _saying(VIEWS_MAY_MOVE):
             return op.redispatch(keys & AFTER, *args, **kwargs)
 
     return met
@@ -71,14 +81,27 @@ def real(op: Op, other: Op) -> Met:
 
 
 @contextmanager
-def _own_tensors_are_replicated() -> Iterator[None]:
+def _saying(what: str) -> Iterator[None]:
     memory = current_world().memory
-    before = memory.get("implicit replication", False)
-    memory["implicit replication"] = True
+    before = memory.get(what, False)
+    memory[what] = True
     try:
         yield
     finally:
-        memory["implicit replication"] = before
+        memory[what] = before
+
+
+VIEWING = """
+    trapz.x trapz.dx trapezoid.x trapezoid.dx cumulative_trapezoid.x cumulative_trapezoid.dx instance_norm
+    repeat_interleave.self_int repeat_interleave.self_Tensor stft stft.center istft fft_hfft2 fft_hfftn fft_ihfft2
+    fft_ihfftn linalg_tensorsolve linalg_tensorinv
+"""
+
+
+def _viewing() -> Iterator[Op]:
+    for name in VIEWING.split():
+        packet, _, overload = name.partition(".")
+        yield getattr(getattr(aten, packet), overload or "default")
 
 
 MET: Mapping[Op, Met] = {
@@ -88,6 +111,7 @@ MET: Mapping[Op, Met] = {
     aten._scaled_dot_product_attention_math.default: making(aten._scaled_dot_product_attention_math.default),
     aten.sgn.default: real(aten.sgn.default, aten.sign.default),
     aten.sgn_.default: real(aten.sgn_.default, aten.sign_.default),
+    **{op: viewing(op) for op in _viewing()},
 }
 
 

@@ -464,7 +464,7 @@ def _refusal(
                 do=f"use the out-of-place operator, or {_replicate(name)}",
             )
         )
-    return ViewError(
+    refused = ViewError(
         message(
             f"{asked.op} is a view, and a view never communicates; this one would have to on axis {name}",
             asked=asked,
@@ -472,6 +472,10 @@ def _refusal(
             do=f"{_replicate(name)}, or redistribute it to one of these shardings",
         )
     )
+    spec = asked.specs[0]
+    if spec is not None and any(way.inputs[0] is Replicate() for _, way in allowed):
+        refused.placements = _placed(spec, axis, Replicate()).placements
+    return refused
 
 
 def _replicate(name: str) -> str:
