@@ -235,3 +235,14 @@ def test_data_is_set_to_what_lies_alike_and_to_nothing_else() -> None:
         return x.full_tensor().tolist(), x.data.requires_grad
 
     assert sim.run(body, 2) == [([0.0, 1.0, 2.0, 3.0], False)] * 2
+
+
+def test_the_parts_of_a_tensor_can_be_shared() -> None:
+    def body():
+        module = nn.Linear(3, 4)
+        module.weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (2,)), [Shard(0)]))
+        assert not module.weight.is_shared()
+        module.share_memory()
+        return module.weight.is_shared(), module.weight.to_local().is_shared(), module.weight.sum().item()
+
+    assert sim.run(body, 2) == [(True, True, 12.0)] * 2

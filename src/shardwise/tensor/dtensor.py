@@ -217,6 +217,15 @@ class DTensor(torch.Tensor):
     def grad(self) -> None:
         GRAD.__delete__(self)
 
+    def share_memory_(self) -> DTensor:
+        """Move this rank's part to memory that other processes of its machine can see; returns the tensor itself."""
+        self._local_tensor.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether this rank's part is in shared memory."""
+        return bool(self._local_tensor.is_shared())
+
     def apply_(self, *args: Any) -> DTensor:
         """Refused: a Python function of each element would see a part only by accident."""
         raise _element_by_element("apply_", self._spec)
