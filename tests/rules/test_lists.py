@@ -72,30 +72,6 @@ def test_fused_steps_are_those_of_plain_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("foreach", [True, False])
 def test_norms_of_one_mesh_are_reduced_together(foreach: bool) -> None:
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("scale", [None, 4.0])
-def test_a_fused_step_takes_gradients_that_lie_otherwise(name: str, count: int, scale: float | None) -> None:
-    cls, options = OPTIMIZERS[name]
-    size = VALUES[0].shape
-
-    def stepped(mesh):
-        lays = [Shard(1), Replicate()] if mesh else []
-        given = [nn.Parameter(distribute_tensor(VALUES[0], mesh, [Shard(0)]) if mesh else VALUES[0].clone())]
-        given += [nn.Parameter(given[0].detach().clone()) for _ in range(count - 1)]
-        for at, parameter in enumerate(given):
-            gradient = torch.linspace(-1, 1, size.numel()).view(size)
-            parameter.grad = distribute_tensor(gradient, mesh, [lays[at]]) if mesh else gradient
-        optimizer = cls(given, lr=0.1, fused=True, **options)
-        if scale is not None:
-            optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
-        optimizer.step()
-        return [part for one in given for part in (whole(one), whole(one.grad))]
-
-    torch.testing.assert_close(sim.run(lambda: stepped(init_device_mesh("cpu", (2,))), 2)[1], stepped(None))
-
-
-def test_norms_of_one_mesh_are_reduced_together() -> None:
     def body():
         mesh = init_device_mesh("cpu", (2,))
         given = [distribute_tensor(x, mesh, [Shard(0)]) for x in VALUES[1:]]
