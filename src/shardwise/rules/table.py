@@ -327,7 +327,7 @@ def _check_fits(target: torch.Tensor, result: torch.Tensor) -> None:
     if target.shape != result.shape or not torch.can_cast(result.dtype, target.dtype):
         raise InplaceError(
             message(
-                "the operator would change the shape or dtype of the tensor that it writes to",
+                "a tensor of another shape or dtype cannot take the result",
                 asked=f"to write to {TensorMeta.of(target)}",
                 got=f"the result is {TensorMeta.of(result)}",
                 do="use what the operator returns without out=",

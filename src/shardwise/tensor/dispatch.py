@@ -125,6 +125,8 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Any:
         return kind._wrap(result, ready.wraps)
     if ready.in_place:
         ready.local(*local_args, *ready.tail, **local_kwargs)
+        if torch._C._current_graph_task_id() != -1:
+            _write_back([args[0]])
         return args[0]
     return _run(kind, op, args, kwargs, ready, local_args, local_kwargs)
 
