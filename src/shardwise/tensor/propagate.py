@@ -25,7 +25,7 @@ from shardwise.sharding.placement import Cut, Owned, Partial, Placement, RaggedS
 from shardwise.sharding.spec import Spec, TensorMeta
 from shardwise.tensor.metas import Metas, output_metas
 from shardwise.tensor.outline import Outline, outline_of
-from shardwise.tensor.relabel import joined, local_join, local_view, nearest, relabelled
+from shardwise.tensor.relabel import joined, local_join, local_view, may_join, nearest, relabelled
 from shardwise.tensor.signature import Signature, signature
 
 Op = torch._ops.OpOverload
@@ -124,7 +124,7 @@ def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
         return OpPlan(asked.op, expand=rule.expand)
     targets = _targets(asked, chosen)
     made = _plan(asked, call, ways, chosen, targets)
-    if whole or asked.coordinate is None:
+    if whole or asked.coordinate is None or (made.moves and _moves_by_size(asked, call, rule)):
         return made
     return replace(made, outline=outline_of(given, meaning, ways, chosen, asked.specs, targets, made.outputs))
 
@@ -207,9 +207,16 @@ def _relabelled(
     return OpPlan(local, (), outputs, normalized=True)
 
 
+def _moves_by_size(asked: Asked, call: Call, rule: Rule) -> bool:
+    """Whether operands of other sizes, lying like these, might stay where they are."""
+    image = None if rule.image is None else rule.image(*call.args)
+    specs = [spec for spec in asked.specs if spec is not None]
+    return may_join(specs, image.dim) if isinstance(image, Joining) else image is not None
+
+
 def _joined(asked: Asked, call: Call, image: Joining) -> OpPlan | None:
     specs, meta = [spec for spec in asked.specs if spec is not None], call.outputs[0]
-    result = joined(specs, image.dim, meta) if meta is not None else None
+    result = joined(specs, image.dim, meta) if meta is not None and may_join(specs, image.dim) else None
     if result is None or asked.coordinate is None:
         return None if result is None else OpPlan(asked.op, (), (result,))
     return OpPlan(local_join(specs, image.dim, result, asked.coordinate), (), (result,), normalized=True)

@@ -108,25 +108,33 @@ def local_view(
 # --- several operands, joined along a dim
 
 
+def may_join(specs: Sequence[Spec], dim: int) -> bool:
+    """Whether operands that lie like these, of whatever sizes, may be joined without a move.
+
+    Where an axis cuts two of them evenly along ``dim``, the parts of a rank do not follow each other.
+    """
+    roles = list(zip(*(spec.placements for spec in specs), strict=True))
+    if any(isinstance(own, (Partial, Owned, StridedShard)) for axis in roles for own in axis):
+        return False
+    return all(sum(isinstance(own, Shard) and own.dim == dim for own in axis) < 2 for axis in roles)
+
+
 def joined(specs: Sequence[Spec], dim: int, meta: TensorMeta) -> Spec | None:
     """Where a joined tensor lies if each rank joins what it has of the operands; None if no placements say that.
 
     Of an operand that is replicated a rank may take what it likes.
     """
     mesh = specs[0].mesh
-    if any(isinstance(own, (Partial, Owned, StridedShard)) for spec in specs for own in spec.placements):
-        return None
     axes = [axis for axis in range(mesh.ndim) if any(not spec.placements[axis].is_replicate() for spec in specs)]
     parts: dict[tuple[int, ...], Box | None] = {}
-    for place in product(*(range(mesh.shape[axis]) for axis in axes)):
-        coordinate = [0] * mesh.ndim
-        for axis, index in zip(axes, place, strict=True):
-            coordinate[axis] = index
-        found = [box for box, spec in _shifted(specs, dim, tuple(coordinate)) if not spec.is_replicated and volume(box)]
+    places = [range(parts) if axis in axes else range(1) for axis, parts in enumerate(mesh.shape)]
+    for coordinate in product(*places):
+        found = [box for box, spec in _shifted(specs, dim, coordinate) if not spec.is_replicated and volume(box)]
         sides = {(*box[:dim], *box[dim + 1 :]) for box in found}
         if len(sides) > 1:
             return None
         along = merged([interval for box in found for interval in box[dim]])
+        place = tuple([coordinate[axis] for axis in axes])
         parts[place] = (*found[0][:dim], along, *found[0][dim + 1 :]) if found else None
     order = [dim, *(other for other in range(len(meta.shape)) if other != dim)]
     fitted = fit(meta.shape, [mesh.shape[axis] for axis in axes], parts, exact=False, dims=order)
@@ -136,7 +144,7 @@ def joined(specs: Sequence[Spec], dim: int, meta: TensorMeta) -> Spec | None:
     result = Spec(mesh, tuple(laid.get(axis, Replicate()) for axis in range(mesh.ndim)), meta)
     covered = all(
         sum(volume(own) for own in _taken(specs, dim, result, coordinate)) == volume(_part(result, coordinate))
-        for coordinate in product(*map(range, mesh.shape))
+        for coordinate in product(*places)
     )
     return result if covered else None
 
@@ -163,13 +171,14 @@ def local_join(
     """What the rank at ``coordinate`` does to join its parts."""
     held = [box for box, _ in _shifted(specs, dim, coordinate)]
     taken = list(_taken(specs, dim, result, coordinate))
-    shape = result.local_shape(coordinate)
+    shape, dtype = result.local_shape(coordinate), result.meta.dtype
 
     def run(tensors: Sequence[torch.Tensor], *_: object) -> torch.Tensor:
         pieces = [
             _picked(x, own, inside) for x, own, inside in zip(tensors, held, taken, strict=True) if volume(inside)
         ]
-        return torch.cat(pieces, dim) if pieces else tensors[0].new_zeros(shape)
+        # A rank that has nothing of some operand does not see its dtype.
+        return torch.cat(pieces, dim).to(dtype) if pieces else tensors[0].new_zeros(shape, dtype=dtype)
 
     return run
 
