@@ -120,8 +120,11 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Any:
             return _run(kind, op, args, kwargs, ready, local_args, local_kwargs)
     if ready.wraps is not None:
         result = ready.local(*local_args, *ready.tail, **local_kwargs)
-        if ready.row_major is not None and result.is_contiguous() is not ready.row_major:
-            result = ready.wraps.meta.lay_out(result)
+        if ready.row_major is not None:
+            if result.is_contiguous() is not ready.row_major:
+                result = ready.wraps.meta.lay_out(result)
+        elif result.is_neg() or result.is_conj():
+            return _marked(kind._wrap(result, ready.wraps), result)
         return kind._wrap(result, ready.wraps)
     if ready.in_place:
         ready.local(*local_args, *ready.tail, **local_kwargs)
@@ -310,18 +313,18 @@ def wrapped(kind: Any, ready: Ready, result: Any, args: Args, kwargs: Kwargs) ->
         else:
             if not ready.views and part.is_contiguous() is not spec.meta.row_major:
                 part = spec.meta.lay_out(part)
-            made.append(kind._wrap(part, spec))
-            if ready.lazy:
-                _mark(made[-1], part)
+            one = kind._wrap(part, spec)
+            made.append(_marked(one, part) if ready.views else one)
     if returns == "tensor":
         return made[0]
     return made if returns == "list" else tuple(made)
 
 
-def _mark(made: Any, part: torch.Tensor) -> None:
-    """Let ``made`` say of itself that it is a conjugate or negative that is still to be resolved, as ``part`` is."""
+def _marked(made: Any, part: torch.Tensor) -> Any:
+    """``made``, which says of itself that it is a conjugate or negative that is still to be resolved if ``part`` is."""
     torch._C._set_conj(made, part.is_conj())
     torch._C._set_neg(made, part.is_neg())
+    return made
 
 
 def _measured(kind: Any, mesh: DeviceMesh, result: Any) -> Any:

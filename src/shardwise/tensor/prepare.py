@@ -29,7 +29,6 @@ from shardwise.tensor.propagate import Asked, Op, OpPlan, planned, propagate
 from shardwise.tensor.rng import draws, plan_random
 from shardwise.tensor.signature import Signature, signature
 
-LAZY = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
 Place = tuple[int | str, int]
 Move = tuple[Place, Spec, tuple[Step, ...]]
 Args = tuple[Any, ...]
@@ -46,9 +45,8 @@ class Ready:
     Where ``measured`` is a mesh, the results are whole on it, of whatever shape they come. A plan that does not last is
     made anew for each call.
     ``expand`` and ``each`` stand in place of all the rest: the operator in terms of others, or entry by entry.
-    ``views`` is whether results share memory with an argument; ``lazy`` whether they may be conjugates or negatives of
-    what is there; ``outline`` what is common to calls of other sizes, if all tensors of this one are distributed and
-    stand in schema order.
+    ``views`` is whether results share memory with an argument; ``outline`` what is common to calls of other sizes, if
+    all tensors of this one are distributed and stand in schema order.
     """
 
     local: Callable[..., Any]
@@ -67,7 +65,6 @@ class Ready:
     row_major: bool | None = None
     in_place: bool = False
     views: bool = False
-    lazy: bool = False
     outline: Outline | None = None
 
 
@@ -184,8 +181,7 @@ def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, a
     if asked.coordinate is None:
         local, moves = _absent(plan.outputs, traits.returns), ()
     in_order = not (plan.normalized and kwargs)
-    lazy = traits.is_view and (asked.op in LAZY or any(spec and spec.meta.dtype.is_complex for spec in plan.outputs))
-    simple = traits.returns == "tensor" and in_order and not (moves or written or lazy)
+    simple = traits.returns == "tensor" and in_order and not (moves or written)
     wraps = plan.outputs[0] if simple else None
     tail = traits.defaults[len(args) :] if plan.normalized else ()
     over_the_first = written == ((0, -1),) and traits.returns == "tensor"
@@ -202,7 +198,6 @@ def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, a
         row_major=None if wraps is None or traits.is_view else wraps.meta.row_major,
         in_place=over_the_first and in_order and not (moves or traits.relabels),
         views=traits.is_view,
-        lazy=lazy,
     )
 
 
