@@ -10,18 +10,14 @@ RESIZE = "a distributed tensor does not change its size in place"
 # The operators of `torch.testing`'s `op_db` that are refused, forward or backward.
 REFUSED = {
     "as_strided": VIEW,
-    "as_strided.partial_views": VIEW,
     "nn.functional.linear_cross_entropy.chunked_none": f"only the gradients: {MIXED}",
-    "nn.functional.scaled_dot_product_attention": f"only with `is_causal` on the path of plain operators: {MIXED}",
     "pca_lowrank": f"its start is drawn at random: {MIXED}",
-    "reshape_as": VIEW,
     "resize_": RESIZE,
     "resize_as_": RESIZE,
     "sparse.mm.reduce": SPARSE,
     "sparse.sampled_addmm": SPARSE,
     "svd_lowrank": f"its start is drawn at random: {MIXED}",
     "to_sparse": SPARSE,
-    "unflatten": VIEW,
     "view_as": VIEW,
     "view_as_complex": VIEW,
 }

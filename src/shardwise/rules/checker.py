@@ -40,7 +40,7 @@ class Trial:
 
 
 def trial(op: torch._ops.OpOverload, args: Args, kwargs: Kwargs, rule: Rule | None = None) -> Trial | None:
-    """The call run whole, or None if the operator has no rule or cannot be run on these arguments."""
+    """The call run whole, or None if the operator has no rule, cannot be run so, or is of sparse tensors."""
     rule = rule or lookup(op)
     if rule is None:
         return None
@@ -52,6 +52,9 @@ def trial(op: torch._ops.OpOverload, args: Args, kwargs: Kwargs, rule: Rule | No
         results = tuple(flatten(called(op)(*_with(filled, [_copy(item) for item in operands(filled, op)], op))))
         results = results if op._schema.returns else ()
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+        return None
+    tensors = [item for item in (*operands(filled, op), *results) if isinstance(item, torch.Tensor)]
+    if any(tensor.layout is not torch.strided for tensor in tensors):
         return None
     metas: list[object] = [
         TensorMeta.of(item) if isinstance(item, torch.Tensor) else item for item in operands(filled, op)
