@@ -18,6 +18,7 @@ from shardwise.debug.example import REFUSALS, example
 from shardwise.debug.refused import REFUSED, UNCOVERED, WITHOUT_TENSORS
 from shardwise.rules.equation import APART, ELLIPSIS, LINEAR, Equation, parse
 from shardwise.rules.foreach import foreach_base
+from shardwise.rules.refused import REASONS
 from shardwise.rules.rule import Call, Rule, resolve
 from shardwise.rules.table import is_variant, lookup
 from shardwise.sharding.spec import TensorMeta
@@ -134,6 +135,9 @@ def _sorted_out() -> tuple[list[Row], int, list[str]]:
 
 def _told(op: Op, rule: Rule) -> tuple[str, str]:
     """What an operator means, and what it costs, in words."""
+    why = REASONS.get(op._schema.name.rpartition("::")[2])
+    if why is not None:
+        return f"refused: {why[0]}", "nothing"
     if rule.measured:
         return "a result as large as the data say", "everything is gathered"
     call = example(op, rule) if callable(rule.meaning) or rule.meaning == "" else None

@@ -31,17 +31,25 @@ def refused(name: str, reason: str, do: str) -> Rule:
     return Rule(expand=refuse, plain=("self", "mat1", "mat2", "source"))
 
 
-def _each(names: str, reason: str, do: str) -> dict[str, Rule]:
-    return {name: refused(name, reason, do) for name in names.split()}
-
-
-RULES: dict[str, Rule] = {
-    **_each(
-        MEMORY,
-        "it says what memory a tensor has, and of a distributed one every rank has a part",
-        "make a new tensor: x.new_empty(size), x.reshape(size) or x.clone()",
+# By name: why, and what to do instead.
+REASONS: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        MEMORY.split(),
+        (
+            "it says what memory a tensor has, and of a distributed one every rank has a part",
+            "make a new tensor: x.new_empty(size), x.reshape(size) or x.clone()",
+        ),
     ),
-    **_each(SPARSE, "a distributed tensor is dense, and so are its parts", "work on x.to_local() or x.full_tensor()"),
-    **_each(NESTED, "a nested tensor has no shape that ranks could share", "nest the .to_local() of each"),
-    **_each(STORED_OTHERWISE, "a distributed tensor is strided", "work on x.to_local() or x.full_tensor()"),
+    **dict.fromkeys(
+        SPARSE.split(),
+        ("a distributed tensor is dense, and so are its parts", "work on x.to_local() or x.full_tensor()"),
+    ),
+    **dict.fromkeys(
+        NESTED.split(), ("a nested tensor has no shape that ranks could share", "nest the .to_local() of each")
+    ),
+    **dict.fromkeys(
+        STORED_OTHERWISE.split(), ("a distributed tensor is strided", "work on x.to_local() or x.full_tensor()")
+    ),
 }
+
+RULES: dict[str, Rule] = {name: refused(name, *why) for name, why in REASONS.items()}
