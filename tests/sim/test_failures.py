@@ -26,7 +26,7 @@ HERE = "test_failures.py"
 def _quick_and_clean() -> Iterator[None]:
     threads, start = threading.enumerate(), time.monotonic()
     yield
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60  # not a hang, on a busy machine either
     assert threading.enumerate() == threads
 
 
