@@ -115,7 +115,7 @@ def _sized(x: TensorMeta, size: Sizes) -> tuple[int, ...]:
 
 def _view_local(call: Call, placing: Placing) -> Run:
     shape = placing.output_shape()
-    run = aten.view.default if call.op is aten._reshape_alias.default else call.op
+    run = torch.Tensor.view if call.op in (aten.view.default, aten._reshape_alias.default) else call.op._op
     return lambda x, *_: run(x, shape)
 
 
