@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import MeshError
@@ -62,6 +62,7 @@ def test_coalesce_keeps_the_function_and_is_its_normal_form(layout: Layout) -> N
     assert all(left[1] != right[0] * right[1] for left, right in itertools.pairwise(made.modes))
 
 
+@settings(suppress_health_check=[HealthCheck.filter_too_much])  # most pairs do not compose
 @given(layouts(), layouts())
 def test_compose_is_one_after_the_other(outer: Layout, inner: Layout) -> None:
     try:
