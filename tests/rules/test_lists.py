@@ -99,3 +99,42 @@ def test_every_rank_hears_of_a_gradient_that_is_not_finite(spoilt: bool) -> None
     for found, gradient in sim.run(body, 4):
         assert found == spoilt
         torch.testing.assert_close(gradient, VALUES[2])
+
+
+FUSED = {
+    "adam": lambda ps: torch.optim.Adam(ps, lr=0.1, fused=True),
+    "adam, lr in a tensor": lambda ps: torch.optim.Adam(ps, lr=torch.tensor(0.1), fused=True),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True, amsgrad=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, fused=True),
+    "sgd with momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_fused_step_of_gradients_that_lie_otherwise_is_that_of_one_device(name, count) -> None:
+    shapes = [(3,), (5, 3), (2, 2), (4,)][:count]
+    whole = [torch.randn(shape) for shape in shapes]
+    gradients = [torch.randn(shape) for shape in shapes]
+    lying = [(Replicate(), Shard(0)), (Shard(0), Shard(1)), None, (Shard(0), Replicate())]
+
+    def stepped(parameters, given) -> list[torch.Tensor]:
+        optimizer = FUSED[name](parameters)
+        for _ in range(3):
+            for parameter, gradient in zip(parameters, given, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+        return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in parameters]
+
+    def body() -> list[torch.Tensor]:
+        mesh = init_device_mesh("cpu", (3,))
+        pairs = [
+            [x.clone() if where is None else distribute_tensor(x, mesh, [where[side]]) for side, x in enumerate(pair)]
+            for pair, where in zip(zip(whole, gradients, strict=True), lying, strict=False)
+        ]
+        return stepped([pair[0].requires_grad_() for pair in pairs], [pair[1] for pair in pairs])
+
+    expected = stepped([x.clone().requires_grad_() for x in whole], gradients)
+    for found in sim.run(body, 3):
+        torch.testing.assert_close(found, expected)

@@ -5,13 +5,14 @@ Each entry may lie in its own way and on its own mesh, and be plain among distri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from shardwise.errors import InplaceError, message
 from shardwise.rules.parts import settled, spec_of
-from shardwise.rules.rule import Rule
-from shardwise.sharding.spec import TensorMeta
+from shardwise.rules.rule import Rule, called
+from shardwise.sharding.spec import Spec, TensorMeta
 
 aten = torch.ops.aten
 Tensors = Sequence[torch.Tensor]
@@ -24,6 +25,41 @@ def stepped(*args: object) -> str:
     tensors = [item for item in args if item is None or isinstance(item, TensorMeta)]
     count = len(tensors) + sum(len(item) for item in args if isinstance(item, (list, tuple)))
     return f"f({', '.join(['...'] * count)}) -> "
+
+
+def laid_out(op: torch._ops.OpOverload) -> Callable[..., None]:
+    """The step ``op`` of one parameter whose gradient or states lie otherwise than it: they are laid as it is."""
+    run = called(op)
+
+    def step(parameters: Tensors, *others: object) -> None:
+        spec = spec_of(parameters[0])
+        moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def lay(item: object) -> object:
+            if isinstance(item, (list, tuple)):
+                return [lay(entry) for entry in item]
+            own = spec_of(item) if isinstance(item, torch.Tensor) else None
+            if spec is None or own is None or not own.ndim or own.placements == spec.placements:
+                return item
+            assert isinstance(item, torch.Tensor), item
+            made: torch.Tensor = item.redistribute(placements=spec.placements)  # type: ignore[attr-defined]
+            moved.append((item, made))
+            return made
+
+        given = [lay(item) for item in others] if spec is not None and not _is_pending(spec) else []
+        if not moved:
+            raise InplaceError(
+                message(f"{op} cannot write to such a parameter", asked=str(spec), do="redistribute it to Replicate()")
+            )
+        run(parameters, *given)
+        for item, made in moved:
+            item.copy_(made)
+
+    return step
+
+
+def _is_pending(spec: Spec) -> bool:
+    return any(placement.is_partial() for placement in spec.placements)
 
 
 # --- gradient scaling
@@ -46,6 +82,11 @@ def unscaled(tensors: Tensors, found_inf: torch.Tensor, inverse_scale: torch.Ten
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(FUSED.split(), Rule(stepped, loose=True)),
+    **{
+        f"{name}.{overload}": Rule(stepped, loose=True, expand=laid_out(getattr(getattr(aten, name), overload)))
+        for name in FUSED.split()
+        for overload in getattr(aten, name).overloads()
+        if not overload.endswith("out")
+    },
     "_amp_foreach_non_finite_check_and_unscale_": Rule(expand=unscaled, apart=True),
 }

@@ -149,9 +149,9 @@ def fitted(outline: Outline, kind: Any, op: Op, args: Args, kwargs: Kwargs, spec
 def reads_no_numbers(op: Op) -> bool:
     """Whether plans for ``op`` are the same for all finite floats of one sign (0 has none)."""
     rule = lookup(foreach_base(op) or op)
-    if rule is None or rule.local is not None or rule.expand is not None:
-        return False
-    return rule.loose or isinstance(rule.meaning, str)
+    if rule is None or rule.loose or rule.local is not None or rule.expand is not None:
+        return rule is not None and rule.loose
+    return isinstance(rule.meaning, str)
 
 
 def in_schema_order(op: Op, args: Args, kwargs: Kwargs) -> list[Any]:
@@ -419,13 +419,15 @@ def _stands_apart(ready: Ready) -> bool:
     return ready.expand is not None or ready.normalized or ready.each or ready.measured is not None
 
 
+def _any_of(kind: Any, items: Sequence[Any]) -> bool:
+    """Whether a tensor of the class ``kind`` is among ``items``, or in the lists among them."""
+    return any(isinstance(item, kind) or (isinstance(item, (list, tuple)) and _any_of(kind, item)) for item in items)
+
+
 def _prepare_foreach(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., Ready]) -> Ready:
     base, traits = foreach_base(op), signature(op)
     entries = foreach_entries(op, args, kwargs)
-    each = [
-        known(base, own, named) if any(isinstance(item, kind) for item in (*own, *named.values())) else None
-        for own, named in entries
-    ]
+    each = [known(base, own, named) if _any_of(kind, (*own, *named.values())) else None for own, named in entries]
     in_all = tuple([move for ready in each if ready is not None for move in ready.moves])
     if any(ready is not None and _stands_apart(ready) for ready in each):
         return Ready(op, in_all, (), traits.returns, each=True)
