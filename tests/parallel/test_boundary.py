@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
@@ -14,7 +15,7 @@ from torch.testing import assert_close
 from parallel.models import assert_same_gradients, line, tensor, twins
 from shardwise import Replicate, Shard, current_world
 from shardwise.debug import CommDebugMode
-from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from shardwise.parallel import ColwiseParallel, RowwiseParallel
 
 NATIVE = torch.ops._c10d_functional
 
@@ -32,12 +33,6 @@ class Gated(nn.Module):
 
 
 PLAN = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-IN_PARTS = {
-    "norm": SequenceParallel(sequence_dim=0),
-    "gate": ColwiseParallel(input_layouts=Shard(0)),
-    "up": ColwiseParallel(input_layouts=Shard(0)),
-    "down": RowwiseParallel(output_layouts=Shard(0)),
-}
 
 
 @pytest.mark.world(2, 4)
@@ -54,18 +49,67 @@ def test_a_gated_block_reduces_once_each_way() -> None:
     assert_same_gradients(parallel, plain)
 
 
+WRITES = {
+    "in place": lambda x: x.mul_(2),
+    "by its data": lambda x: x.data.mul_(2),
+    "other data": lambda x: setattr(x, "data", x.detach() * 2),
+    "through numpy": lambda x: x.numpy().__imul__(2),
+    "by a collective": lambda x: dist.all_reduce(x),
+    "on one rank": lambda x: x.mul_(2) if current_world().rank else x.copy_(x * 2),
+}
+
+
 @pytest.mark.world(2)
-def test_what_lies_in_parts_is_gathered_once() -> None:
-    parallel, plain = twins(Gated, IN_PARTS, line())
-    rank, whole = current_world().rank, tensor(8, 4)
-    x, y = whole.chunk(2)[rank].clone().requires_grad_(), whole.clone().requires_grad_()
-    with CommDebugMode() as seen:
-        found = parallel(x)
-    assert seen.get_comm_counts() == {NATIVE.all_gather_into_tensor: 1, NATIVE.reduce_scatter_tensor: 1}
-    found.pow(2).sum().backward()
-    plain(y).pow(2).sum().backward()
-    assert_close(x.grad, y.grad.chunk(2)[rank])
-    assert_same_gradients(parallel, plain)
+@pytest.mark.parametrize("layout", [Replicate(), Shard(0)], ids=str)
+@pytest.mark.parametrize("name", WRITES)
+def test_whatever_is_written_in_between_is_seen(name, layout) -> None:
+    style = ColwiseParallel(input_layouts=layout, output_layouts=Replicate())
+    parallel, plain = twins(Gated, {"gate": style}, line())
+    whole = tensor(4, 4)
+    x = whole.clone() if layout.is_replicate() else whole.chunk(2)[current_world().rank].clone()
+    if name == "by a collective" and not layout.is_replicate():
+        x = whole[:2].clone()
+        whole = torch.cat([x, x])
+    with torch.no_grad():
+        assert_close(parallel.gate(x), plain.gate(whole))
+        WRITES[name](x)
+        assert_close(parallel.gate(x), plain.gate(2 * whole))
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_asks_for_gradients_later_gets_them(grad) -> None:
+    parallel, plain = twins(Gated, PLAN, line())
+    x, y = tensor(3, 4), tensor(3, 4).requires_grad_()
+    with torch.set_grad_enabled(grad):
+        parallel.gate(x)
+    parallel.down(parallel.gate(x.requires_grad_())).sum().backward()
+    plain.down(plain.gate(y)).sum().backward()
+    assert_close(x.grad, y.grad)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("layout", [Replicate(), Shard(0)], ids=str)
+def test_normal_tensors_enter_in_inference_mode(layout) -> None:
+    style = ColwiseParallel(input_layouts=layout, output_layouts=Replicate())
+    parallel, plain = twins(Gated, {"gate": style}, line())
+    whole = tensor(4, 4)
+    x = whole.clone() if layout.is_replicate() else whole.chunk(2)[current_world().rank].clone()
+    for given in (x, x.clone().requires_grad_()):
+        with torch.inference_mode():
+            assert_close(parallel.gate(given), plain.gate(whole))
+
+
+@pytest.mark.world(2)
+def test_what_is_changed_in_the_graph_enters_anew() -> None:
+    parallel, plain = twins(Gated, PLAN, line())
+    x, y = (tensor(3, 4).requires_grad_() for _ in range(2))
+    for module, source in ((parallel, x), (plain, y)):
+        between = source * 1
+        first = module.down(module.gate(between.clone())).sum()
+        between.mul_(3)
+        (first + module.down(module.up(between)).sum()).backward()
+    assert_close(x.grad, y.grad)
 
 
 @pytest.mark.world(2)

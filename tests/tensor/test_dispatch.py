@@ -121,6 +121,22 @@ def test_plans_are_remembered_for_a_rank_and_bounded() -> None:
     assert sim.run(body, 2) == [0, 0]
 
 
+def test_another_default_dtype_is_another_plan() -> None:
+    def body():
+        x = distribute_tensor(torch.arange(1, 7), line(), [Shard(0)])
+        programs = [lambda x: x / 2, lambda x: x * 1.5, torch.sqrt, lambda x: x.sum() / 4]
+        before = [program(x) for program in programs]
+        torch.set_default_dtype(torch.float64)
+        try:
+            after = [program(x) for program in programs]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return [[(y.dtype, y.to_local().dtype) for y in found] for found in (before, after)]
+
+    for dtypes, dtype in zip(sim.run(body, 1)[0], (torch.float32, torch.float64), strict=True):
+        assert dtypes == [(dtype, dtype)] * 4
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
 def test_a_pending_factor_of_a_list_is_reduced_for_the_entries_that_need_it(order) -> None:
     """A whole entry may be multiplied by what is pending; a pending one may not."""

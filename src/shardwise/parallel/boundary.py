@@ -1,8 +1,8 @@
 """Where plain tensors become distributed and distributed ones plain: the inputs and outputs of one module.
 
-Modules side by side (the gate and the way up of an MLP; queries, keys and values) take the same tensor. What entered
-last and enters again in the same way is the same distributed tensor: it moves once, and its gradients are summed before
-they move. That hangs on the order of the calls alone, so it is alike on all ranks.
+Modules side by side (the gate and the way up of an MLP; queries, keys and values) take the same tensor. Where it enters
+without a move, and gradients are wanted, what entered last and enters again is the same distributed tensor, so that the
+gradients are summed before they move. It shares the memory of what entered: whatever is written there is seen.
 """
 
 from __future__ import annotations
@@ -26,37 +26,44 @@ Layouts: TypeAlias = Placement | Sequence[Placement | None]
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A tensor that entered, in what way, and as what; the versions tell whether either was written to since."""
+    """A tensor that entered and where it stood in the graph, in what way, and as what."""
 
     source: weakref.ref[torch.Tensor]
+    node: object
     way: tuple[object, ...]
     result: DTensor
-    versions: tuple[int, int]
 
     def is_of(self, x: torch.Tensor, way: tuple[object, ...]) -> bool:
         """Whether ``x`` entering that way is this."""
-        return self.source() is x and self.way == way and self.versions == (x._version, self.result._version)
+        return self.source() is x and self.node is x.grad_fn and self.way == way and _is_alias(self.result, x)
+
+
+def _is_alias(entered: DTensor, x: torch.Tensor) -> bool:
+    local = entered._local_tensor
+    same = local is not x and local.data_ptr() == x.data_ptr() and local.dtype is x.dtype
+    return same and local.shape == x.shape and local.stride() == x.stride()
 
 
 def carry_in(
     x: torch.Tensor, mesh: DeviceMesh, given: Placement, needed: Placement | None, features: int | None = None
 ) -> DTensor:
-    """`enter`, then `place`; once for what enters several times in a row."""
-    if is_dynamo_compiling() or x.is_inference():
+    """`enter`, then `place`; once for what enters several times in a row without a move, and wants a gradient."""
+    moves = isinstance(x, DTensor) or (needed is not None and needed is not given)
+    if is_dynamo_compiling() or moves or not (torch.is_grad_enabled() and x.requires_grad):
         return place(enter(x, mesh, given, features), needed)
     memory = current_world().memory
     last: Crossing | None = memory.get("entered")
-    way = (mesh, given, needed, features, torch.is_grad_enabled())
+    way = (mesh, given, features)
     if last is not None and last.is_of(x, way):
         return last.result
-    result = place(enter(x, mesh, given, features), needed)
-    if result is not x and result._local_tensor is not x:  # else nothing is gained, and it would live on
+    result = enter(x, mesh, given, features)
+    if _is_alias(result, x):
 
         def forget(source: object) -> None:
             if (known := memory.get("entered")) is not None and known.source is source:
                 del memory["entered"]
 
-        memory["entered"] = Crossing(weakref.ref(x, forget), way, result, (x._version, result._version))
+        memory["entered"] = Crossing(weakref.ref(x, forget), x.grad_fn, way, result)
     return result
 
 

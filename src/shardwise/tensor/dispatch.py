@@ -90,7 +90,7 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Any:
     loose = plans.loose.get(named)
     if loose is None:
         loose = plans.loose[named] = reads_no_numbers(op)
-    key: list[Any] = [named]
+    key: list[Any] = [named, torch.get_default_dtype()]  # which integers become beside floats
     local_args: list[Any] = []
     for argument in args:
         if argument.__class__ is kind:
@@ -206,7 +206,7 @@ def ready_for(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Ready:
     """What is ready for a call: remembered, or prepared now."""
     plans = _plans()
     loose = reads_no_numbers(op)
-    key: list[Any] = [op._op]
+    key: list[Any] = [op._op, torch.get_default_dtype()]
     for argument in args:
         _local(argument, kind, key, loose)
     for name, argument in kwargs.items():

@@ -139,7 +139,12 @@ def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 def _dtype(op: Op, args: Args, kwargs: Kwargs) -> torch.dtype | None:
     """The dtype of the result, by the operands' dtypes, which of them have no dims, and the other arguments."""
     try:
-        key = (op, _kinds(args), tuple((name, _kinds((item,))) for name, item in kwargs.items()))
+        key = (
+            op,
+            torch.get_default_dtype(),
+            _kinds(args),
+            tuple((name, _kinds((item,))) for name, item in kwargs.items()),
+        )
         known = current_world().memory.setdefault("result dtypes", {})
         found: torch.dtype | None = known.get(key)
     except TypeError:  # an argument that cannot be remembered
