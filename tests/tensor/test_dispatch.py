@@ -133,8 +133,9 @@ def test_another_default_dtype_is_another_plan() -> None:
             torch.set_default_dtype(torch.float32)
         return [[(y.dtype, y.to_local().dtype) for y in found] for found in (before, after)]
 
-    for dtypes, dtype in zip(sim.run(body, 1)[0], (torch.float32, torch.float64), strict=True):
-        assert dtypes == [(dtype, dtype)] * 4
+    for found in sim.run(body, 2):
+        for dtypes, dtype in zip(found, (torch.float32, torch.float64), strict=True):
+            assert dtypes == [(dtype, dtype)] * 4
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
