@@ -226,6 +226,16 @@ def test_a_plan_ends_where_it_is_to_end(mesh_shape: tuple[int, ...]) -> None:
         assert all(here is there or parts == 1 for here, there, parts in ends), (src, dst)
 
 
+@pytest.mark.parametrize("start", [Replicate(), Shard(0)], ids=str)
+def test_reductions_of_all_kinds_can_be_made_pending_together(start: Placement) -> None:
+    src = spec_of(dry_mesh((2, 2, 2)), [start, Replicate(), Replicate()], (4, 6))
+    for reduce_ops in itertools.product(("sum", "avg", "product", "min"), repeat=3):
+        dst = src.with_placements([Partial(reduce_op) for reduce_op in reduce_ops])
+        *_, (before, step) = ways = list(stages(src, plan(src, dst)))
+        assert step.after(before) is dst
+        assert sum(not isinstance(each, MakePartial) for _, each in ways) == (start is Shard(0)), ways
+
+
 @pytest.mark.parametrize(
     "before, after, text",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -34,6 +35,26 @@ def lay(x: torch.Tensor, placement) -> DTensor:
 def pending(x: torch.Tensor) -> DTensor:
     """``x``, of which the first rank holds all."""
     return DTensor.from_local(x if current_world().rank == 0 else torch.zeros_like(x), line(), [Partial()])
+
+
+REDUCE = {"sum": torch.sum, "avg": torch.mean, "product": torch.prod, "min": torch.amin, "max": torch.amax}
+
+
+def test_what_is_pending_over_two_axes_with_a_whole_tensor() -> None:
+    terms, whole = torch.tensor([3.0, -2, 5, 4, -1, 7, 2, 6]).reshape(2, 2, 2), torch.tensor([1.0, 4])
+    pairs = list(itertools.product(REDUCE, repeat=2))
+
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2))
+        y, (row, column) = distribute_tensor(whole, mesh, [Replicate()] * 2), divmod(current_world().rank, 2)
+        for pair in pairs:
+            x = DTensor.from_local(terms[row, column], mesh, [Partial(each) for each in pair], run_check=False)
+            yield (x + y).full_tensor(), torch.cat([x, y]).full_tensor()
+
+    for found in sim.run(lambda: list(body()), 4):
+        for (first, last), (added, joined) in zip(pairs, found, strict=True):
+            x = REDUCE[first](REDUCE[last](terms, 1), 0)  # the last axis is reduced first
+            torch.testing.assert_close((added, joined), (x + whole, torch.cat([x, whole])))
 
 
 def test_conjugates_are_read_as_such_and_have_right_gradients() -> None:

@@ -94,19 +94,17 @@ def _all_ways(spec: Spec, between: Between) -> Steps:
 
 
 def _jumps(spec: Spec, goal: Spec, cost: Cost) -> Iterator[Steps]:
-    """All changes that concern nothing pending at once; then what is to be pending, if nothing is left to reduce."""
-    aims, made, left = [], [], False
+    """All changes that concern nothing pending at once; then what is to be pending, kind by kind, if nothing waits."""
+    aims, made, left = [], dict[str, tuple[int, ...]](), False
     for axis, (here, there) in enumerate(zip(spec.placements, goal.placements, strict=True)):
         left = left or (isinstance(here, Partial) and here is not there)
         if isinstance(there, Partial) and here is not there and not isinstance(here, Partial):
-            made.append(axis)
+            made[there.reduce_op] = (*made.get(there.reduce_op, ()), axis)
         aims.append(here if isinstance(here, Partial) else Replicate() if isinstance(there, Partial) else there)
     rest = spec.with_placements(aims)
     steps = shards.between(spec, rest, cost) if rest is not spec else ()
-    ends = {goal.placements[axis] for axis in made}
-    end = ends.pop() if len(ends) == 1 and not left else None
-    if isinstance(end, Partial) and may_reduce(goal, tuple(made), end.reduce_op):
-        steps = (*steps, MakePartial(tuple(made), name_of(goal, tuple(made)), end.reduce_op))
+    if not left and all(may_reduce(goal, axes, reduce_op) for reduce_op, axes in made.items()):
+        steps = (*steps, *(MakePartial(axes, name_of(goal, axes), reduce_op) for reduce_op, axes in made.items()))
     if steps:
         yield steps
 
