@@ -13,6 +13,7 @@ from shardwise import (
     LeafError,
     Partial,
     PlacementError,
+    RaggedShard,
     Replicate,
     Shard,
     current_world,
@@ -31,6 +32,46 @@ from shardwise import (
 
 def line(size=2):
     return init_device_mesh("cpu", (size,))
+
+
+ORDERS = {
+    "columns": torch.arange(24.0).view(6, 4).t(),
+    "permuted": torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
+    "channels last": torch.arange(48.0).view(2, 4, 2, 3).contiguous(memory_format=torch.channels_last),
+    "gaps": torch.arange(48.0).view(4, 12)[:, ::2],
+    "expanded": torch.arange(4.0).view(4, 1).expand(4, 6),
+}
+
+
+@pytest.mark.parametrize("source", [0, None])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), RaggedShard(0, (1, 3)), Partial(), Replicate()], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_parts_lie_in_memory_in_the_order_of_the_whole(order, placement, source) -> None:
+    whole = ORDERS[order]
+    placement = RaggedShard(1, (1, 3)) if isinstance(placement, RaggedShard) and len(whole) != 4 else placement
+
+    stride = whole.clone().stride()
+    back = sorted(range(whole.ndim), key=lambda dim: -stride[dim])
+
+    def body():
+        d = distribute_tensor(whole, line(), [placement], src_data_rank=source)
+        part = d.to_local()
+        assert not torch._C._is_alias_of(part, whole)
+        return d.stride(), part.permute(back).is_contiguous(), d.full_tensor()
+
+    for found, ordered, full_tensor in sim.run(body, 2):
+        assert found == stride and ordered
+        torch.testing.assert_close(full_tensor, whole)
+
+
+def test_a_column_major_tensor_flattens_in_its_own_order() -> None:
+    whole = torch.arange(8.0).view(4, 2).t()
+
+    def body():
+        d = distribute_tensor(whole, line(), [Shard(1)])
+        return d.t().reshape(8).full_tensor(), d.t().view(8).full_tensor(), d.t().ravel().full_tensor()
+
+    assert all(found.tolist() == list(range(8)) for rank in sim.run(body, 2) for found in rank)
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)

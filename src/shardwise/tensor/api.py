@@ -60,7 +60,7 @@ def distribute_tensor(
             )
         )
     tensor = tensor if not (tensor.is_conj() or tensor.is_neg()) else tensor.resolve_conj().resolve_neg()
-    spec = Spec(mesh, wanted, TensorMeta.of(tensor))
+    spec = Spec(mesh, wanted, _copied(TensorMeta.of(tensor)))
     check_sizes(spec)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -69,6 +69,14 @@ def distribute_tensor(
         local = _distributed(tensor.detach(), spec, coordinate, src_data_rank)
     made = DTensor._wrap(local, spec, tensor.requires_grad)
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made  # type: ignore[return-value]
+
+
+def _copied(meta: TensorMeta) -> TensorMeta:
+    """The meta of a copy, which torch lays without gaps and with every element in its own place."""
+    if meta.row_major:
+        return meta
+    laid = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+    return TensorMeta.of(torch.empty_like(laid))
 
 
 def _check_source(source: int | None, mesh: DeviceMesh) -> None:
@@ -107,9 +115,8 @@ def _distributed(tensor: torch.Tensor, spec: Spec, coordinate: tuple[int, ...], 
                 part = wire.wait(wire.broadcast(part.contiguous(), source, group, axis=spec.mesh.axis_names[axis]))
             if isinstance(placement, Partial):
                 part = _partial_value(part, placement, coordinate[axis], group.size)
-    return (
-        part.clone(memory_format=torch.preserve_format) if part.data_ptr() == tensor.data_ptr() else part.contiguous()
-    )
+    part = spec.meta.lay_out(part)
+    return part.clone(memory_format=torch.preserve_format) if torch._C._is_alias_of(part, tensor) else part
 
 
 def _scattered(part: torch.Tensor, cut: Cut, group: Group, axis: str, source: int | None) -> torch.Tensor:
