@@ -49,7 +49,6 @@ ORDERS = {
 def test_parts_lie_in_memory_in_the_order_of_the_whole(order, placement, source) -> None:
     whole = ORDERS[order]
     placement = RaggedShard(1, (1, 3)) if isinstance(placement, RaggedShard) and len(whole) != 4 else placement
-
     stride = whole.clone().stride()
     back = sorted(range(whole.ndim), key=lambda dim: -stride[dim])
 
@@ -60,7 +59,8 @@ def test_parts_lie_in_memory_in_the_order_of_the_whole(order, placement, source)
         return d.stride(), part.permute(back).is_contiguous(), d.full_tensor()
 
     for found, ordered, full_tensor in sim.run(body, 2):
-        assert found == stride and ordered
+        assert found == stride
+        assert ordered
         torch.testing.assert_close(full_tensor, whole)
 
 

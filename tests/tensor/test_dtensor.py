@@ -178,6 +178,39 @@ def test_run_check_names_the_rank_that_differs() -> None:
     sim.run(body, 3)
 
 
+@pytest.mark.parametrize("placements", [[Replicate(), Shard(0)], [Replicate(), Replicate()]], ids=str)
+def test_all_ranks_of_the_mesh_name_the_replica_that_differs(placements) -> None:
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        local = torch.tensor([1.0, 2.0 if mesh.get_coordinate() == (1, 1) else torch.nan])
+        with pytest.raises(PlacementError, match=r"axis dp(.|\n)*rank 3 differs from rank 1") as raised:
+            DTensor.from_local(local, mesh, placements, run_check=True)
+        return str(raised.value)
+
+    assert len(set(sim.run(body, 4))) == 1
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.int64], ids=str
+)
+def test_replicas_without_numbers_are_the_same(dtype) -> None:
+    held = torch.tensor([1.0, torch.nan if dtype.is_floating_point or dtype.is_complex else 2.0]).to(dtype)
+
+    def body():
+        return DTensor.from_local(held.clone(), init_device_mesh("cpu", (2,)), run_check=True).to_local()
+
+    assert all(str(found) == str(held) for found in sim.run(body, 2))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2, 1)])
+def test_a_shape_of_other_dims_than_the_parts_is_refused(shape) -> None:
+    def body():
+        with pytest.raises(PlacementError, match="parts of 2 dims"):
+            DTensor.from_local(torch.ones(1, 2), init_device_mesh("cpu", (2,)), [Shard(0)], run_check=True, shape=shape)
+
+    sim.run(body, 2)
+
+
 def test_item_and_bool_of_a_pending_scalar_are_global() -> None:
     def body():
         total = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (4,)), [Shard(0)]).sum()

@@ -14,9 +14,10 @@ from shardwise.errors import PlacementError, message
 from shardwise.mesh.mesh import DeviceMesh
 from shardwise.sharding.fitting import fit
 from shardwise.sharding.placement import Cut, Placement, Replicate, Shard
-from shardwise.sharding.spec import Spec, TensorMeta, dense
+from shardwise.sharding.spec import Spec, TensorMeta, dense, normalize
 
 DIMS = 64  # the most dims that a tensor of torch can have
+DTYPES = {crc32(str(dtype).encode()): str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 Coordinate = tuple[int, ...]
 
@@ -57,10 +58,15 @@ def agreed(
     `PlacementError` where the parts cannot be those of one tensor (of ``shape``, if given), naming a rank.
     """
     if mesh.get_coordinate() is None:
-        return Spec(mesh, placements, TensorMeta.contiguous(tuple(shape or (0,) * local.ndim), local.dtype))
-    parts = _exchanged(local, mesh)
-    _check_alike(parts, mesh, placements, local.dtype)
+        meta = TensorMeta.contiguous(tuple(shape or (0,) * local.ndim), local.dtype)
+        return Spec(mesh, normalize(placements, mesh, local.ndim), meta)
+    parts = _exchanged(local, mesh)  # before anything that looks at this rank's part: all ranks raise, or none
+    _check_kinds(parts, mesh, placements)
+    placements = normalize(placements, mesh, local.ndim)
+    _check_sizes(parts, mesh, placements)
     first = parts[(0,) * mesh.ndim]
+    if shape is not None and len(shape) != local.ndim:
+        raise _not_parts(mesh, placements, f"parts of {local.ndim} dims, and shape={list(shape)}")
     laid, sizes = list(placements), list(first.shape)
     for dim in range(local.ndim):
         axes = [axis for axis, own in enumerate(placements) if isinstance(own, Cut) and own.dim == dim]
@@ -72,9 +78,7 @@ def agreed(
         raise _not_parts(mesh, placements, f"the parts make up {sizes}, and shape={list(shape)}")
     steps = dense(sizes, first.stride) if stride is None else tuple(stride)
     spec = Spec(mesh, tuple(laid), TensorMeta(tuple(sizes), steps, local.dtype))
-    for axis, placement in enumerate(spec.placements):
-        if isinstance(placement, Replicate):
-            _check_replicas(local, spec, axis)
+    _check_replicas(local, spec)
     return spec
 
 
@@ -89,15 +93,24 @@ def _exchanged(local: torch.Tensor, mesh: DeviceMesh) -> dict[Coordinate, Part]:
     return found
 
 
-def _check_alike(
-    parts: dict[Coordinate, Part], mesh: DeviceMesh, placements: tuple[Placement, ...], dtype: torch.dtype
-) -> None:
-    """Dtypes are the same everywhere, and so are the sizes of dims over axes that do not cut them."""
+def _check_kinds(parts: dict[Coordinate, Part], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
     first = parts[(0,) * mesh.ndim]
+    for rank, part in zip(mesh.ranks, parts.values(), strict=True):
+        if part.dtype != first.dtype:
+            got = f"rank {rank} has the dtype {_dtype(part)}, and rank {mesh.ranks[0]} {_dtype(first)}"
+            raise _not_parts(mesh, placements, got)
+        if len(part.shape) != len(first.shape):
+            got = f"rank {rank} has the shape {list(part.shape)}, and rank {mesh.ranks[0]} {list(first.shape)}"
+            raise _not_parts(mesh, placements, f"{got}, of another number of dims")
+
+
+def _dtype(part: Part) -> str:
+    return DTYPES.get(part.dtype, "of another kind")
+
+
+def _check_sizes(parts: dict[Coordinate, Part], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
+    """The sizes of dims are the same over axes that do not cut them."""
     for rank, (coordinate, part) in zip(mesh.ranks, parts.items(), strict=True):
-        if part.dtype != first.dtype or len(part.shape) != len(first.shape):
-            mine = "has another dtype" if part.dtype != first.dtype else f"has the shape {list(part.shape)}"
-            raise _not_parts(mesh, placements, f"rank {rank} {mine} than rank {mesh.ranks[0]}, {list(first.shape)}")
         for dim, size in enumerate(part.shape):
             like = tuple(
                 index if isinstance(own, Cut) and own.dim == dim else 0
@@ -145,19 +158,47 @@ def _moved(own: Placement, dim: int) -> Placement:
 
 def _not_parts(mesh: DeviceMesh, placements: tuple[Placement, ...], got: str) -> PlacementError:
     what = "the ranks do not hold the parts of one tensor"
-    return PlacementError(message(what, asked=f"from_local as {list(placements)} on {mesh}", got=got))
+    do = "give each rank its part of one tensor: of one dtype and as many dims, of other sizes only where it is cut"
+    return PlacementError(message(what, asked=f"from_local as {list(placements)} on {mesh}", got=got, do=do))
 
 
-def _check_replicas(local: torch.Tensor, spec: Spec, axis: int) -> None:
-    group = spec.mesh.axis_group(axis)
-    parts = wire.wait(wire.all_gather(local.detach().contiguous().reshape(1, *local.shape), group))
-    name = spec.mesh.axis_names[axis]
-    for rank, part in zip(group.ranks, parts, strict=True):
-        if not torch.equal(part, parts[0]):
-            raise PlacementError(
-                message(
-                    f"the tensor is not the same on the ranks of axis {name}, where it is to be replicated",
-                    got=f"rank {rank} differs from rank {group.ranks[0]}",
-                    do="broadcast it first, or use distribute_tensor",
+def _check_replicas(local: torch.Tensor, spec: Spec) -> None:
+    """Raise on every rank of the mesh, of the first axis and rank, unless contents agree over replicated axes."""
+    mesh = spec.mesh
+    replicated = [axis for axis, placement in enumerate(spec.placements) if isinstance(placement, Replicate)]
+    if not replicated:
+        return
+    seen = torch.tensor([[_differing(local, mesh, axis) for axis in replicated]], device=local.device)
+    group = mesh.axes_group(tuple(range(mesh.ndim)))
+    verdicts = wire.wait(wire.all_gather(seen, group)).transpose(0, 1).tolist()
+    for axis, found in zip(replicated, verdicts, strict=True):
+        for rank, other in found:
+            if rank >= 0:
+                name = mesh.axis_names[axis]
+                raise PlacementError(
+                    message(
+                        f"the tensor is not the same on the ranks of axis {name}, where it is to be replicated",
+                        got=f"rank {rank} differs from rank {other}",
+                        do="broadcast it first, or use distribute_tensor",
+                    )
                 )
-            )
+
+
+def _differing(local: torch.Tensor, mesh: DeviceMesh, axis: int) -> tuple[int, int]:
+    group = mesh.axis_group(axis)
+    parts = wire.wait(wire.all_gather(local.detach().contiguous().reshape(1, *local.shape), group))
+    for rank, part in zip(group.ranks, parts, strict=True):
+        if rank != group.ranks[0] and not _equal(part, parts[0]):
+            return rank, group.ranks[0]
+    return -1, -1
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all elements are equal, those that are no numbers to each other."""
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    if one.is_floating_point() and one.itemsize == 1:
+        one, other = one.float(), other.float()
+    if torch.equal(one, other):
+        return True
+    return one.is_floating_point() and bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -116,7 +116,8 @@ def _distributed(tensor: torch.Tensor, spec: Spec, coordinate: tuple[int, ...], 
             if isinstance(placement, Partial):
                 part = _partial_value(part, placement, coordinate[axis], group.size)
     part = spec.meta.lay_out(part)
-    return part.clone(memory_format=torch.preserve_format) if torch._C._is_alias_of(part, tensor) else part
+    shared = torch._C._is_alias_of(part, tensor)  # type: ignore[attr-defined]
+    return part.clone(memory_format=torch.preserve_format) if shared else part
 
 
 def _scattered(part: torch.Tensor, cut: Cut, group: Group, axis: str, source: int | None) -> torch.Tensor:

@@ -113,10 +113,11 @@ class DTensor(torch.Tensor):
             raise RedistributeError(
                 message("from_local takes a plain tensor", got=repr(local_tensor._spec), do="use .redistribute(...)")
             )
-        own = normalize(tuple(placements or [Replicate()] * mesh.ndim), mesh, local_tensor.ndim)
+        own = tuple(placements or [Replicate()] * mesh.ndim)
         if run_check:
             spec = agree.agreed(local_tensor, mesh, own, shape, stride)
         else:
+            own = normalize(own, mesh, local_tensor.ndim)
             whole = None if shape is None else tuple(shape), None if stride is None else tuple(stride)
             spec = _spec_of_part(TensorMeta.of(local_tensor), mesh, own, *whole, mesh.get_coordinate())
         return _of_part(local_tensor, spec, grad_placements)
@@ -483,11 +484,11 @@ def _keep_call(mesh: DeviceMesh, run_check: bool, shape: int | None, stride: int
         size, step, asked = (tuple(map(int, each)) for each in (local.shape, local.stride(), sizes))
         asked_shape = None if shape is None else asked[:shape]
         asked_stride = None if stride is None else asked[len(asked) - stride :]
-        placed = normalize(tuple(own or [Replicate()] * mesh.ndim), mesh, local.ndim)
-        part = TensorMeta(size, step, local.dtype)
+        placed = tuple(own or [Replicate()] * mesh.ndim)
         if run_check:
             spec = agree.agreed(local, mesh, placed, asked_shape, asked_stride)
         else:
+            part, placed = TensorMeta(size, step, local.dtype), normalize(placed, mesh, local.ndim)
             spec = _spec_of_part(part, mesh, placed, asked_shape, asked_stride, mesh.get_coordinate())
         return _of_part(local, spec, back)
 
