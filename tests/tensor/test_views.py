@@ -229,3 +229,39 @@ def test_what_a_backward_pass_writes_to_a_view_that_had_to_move_is_written_to_th
     for gradient, remembered in sim.run(body, 4):
         torch.testing.assert_close(gradient, dense.grad)
         assert not remembered
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "placement"),
+    [
+        ("torch.view_as_complex(x.movedim(2, 0))", (3, 2, 1), Shard(2)),
+        ("torch.view_as_complex(x)", (1, 3, 2), Shard(0)),
+    ],
+)
+def test_a_view_of_a_part_without_elements_does_not_depend_on_its_strides(text, shape, placement) -> None:
+    whole = torch.arange(6.0).view(shape)
+    _, run = named(text)
+
+    def body():
+        x = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [placement]).requires_grad_()
+        y = run(x)
+        if y.is_complex():
+            torch.view_as_real(y).sum().backward()
+            assert torch.equal(x.grad.full_tensor(), torch.ones(shape))
+        return y.detach().full_tensor()
+
+    for found in sim.run(body, 2):
+        torch.testing.assert_close(found, run(whole))
+
+
+def test_another_dtype_of_a_part_without_elements_does_not_depend_on_its_strides() -> None:
+    whole = torch.arange(6.0).view(3, 2)
+
+    def body():
+        mesh = init_device_mesh("cpu", (2,))
+        part = whole if mesh.get_local_rank() == 0 else torch.empty_strided((0, 2), (1, 1))
+        x = DTensor.from_local(part, mesh, [RaggedShard(0, (3, 0))])
+        return x.view(torch.float64).full_tensor()
+
+    for found in sim.run(body, 2):
+        torch.testing.assert_close(found, whole.view(torch.float64))

@@ -14,6 +14,7 @@ from operator import mul
 import torch
 
 from shardwise.errors import RuleError, message
+from shardwise.rules.empty import unless_empty
 from shardwise.rules.images import Image, regrouping, rescaling, spreading
 from shardwise.rules.pattern import along, named, same, text, without, wrap
 from shardwise.rules.rule import Call, Placing, Rule
@@ -287,9 +288,9 @@ def _expand_local(call: Call, placing: Placing) -> Run:
 
 RULES = {
     "view": Rule(view, local=_view_local, image=view_image),
-    "view.dtype": Rule(view_dtype, image=dtype_image),
+    "view.dtype": Rule(view_dtype, local=unless_empty, image=dtype_image),
     "view_copy": Rule(view, local=_view_local, image=view_image),
-    "view_copy.dtype": Rule(view_dtype, image=dtype_image),
+    "view_copy.dtype": Rule(view_dtype, local=unless_empty, image=dtype_image),
     "_unsafe_view": Rule(view, local=_view_local, image=view_image),
     "_reshape_alias": Rule(view, local=_view_local, image=view_image),
     "_reshape_copy": Rule(view, local=_view_local, image=view_image),
@@ -310,5 +311,5 @@ RULES = {
     "lift_fresh": "same(...) -> ...",
     "_pin_memory": "same(...) -> ...",
     "view_as_real": "... -> ... [pair]",
-    "view_as_complex": "... [pair] -> ...",
+    "view_as_complex": Rule("... [pair] -> ...", local=unless_empty),
 }
