@@ -101,3 +101,21 @@ def test_results_lie_in_memory_as_kernels_leave_them(name: str, dtype: torch.dty
             assert function(*given).stride() == function(*parts).stride(), number
 
     sim.run(body, 2)
+
+
+@pytest.mark.parametrize("function", [torch.nansum, torch.nanmean])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_no_dims_are_all_dims(function, keeps: bool) -> None:
+    whole = torch.arange(6.0).view(2, 3)
+    whole[1, 1] = torch.nan
+    dense = [function(item, [], keepdim=keeps) for item in (whole, whole.T)]
+
+    def body() -> None:
+        x = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(1)])
+        for item, want in zip((x, x.T), dense, strict=True):
+            for none in ([], ()):
+                found = function(item, none, keepdim=keeps)
+                assert found.shape == want.shape
+                torch.testing.assert_close(found.full_tensor(), want)
+
+    sim.run(body, 2)

@@ -93,6 +93,13 @@ def _powered(args: Args, meta: TensorMeta) -> TensorMeta:
     return TensorMeta(meta.shape, meta.stride, torch.bool) if truths else meta
 
 
+def _totalled(args: Args, meta: TensorMeta) -> TensorMeta:
+    if len(args) < 2 or args[1] not in ([], ()):
+        return meta
+    keeps = len(args) > 2 and args[2]  # no dims mean all of them
+    return TensorMeta.contiguous((1,) * len(meta.shape) if keeps else (), meta.dtype)
+
+
 def _iterated(args: Args, meta: TensorMeta) -> TensorMeta:
     stride = ask_torch(torch.ops.aten.add.Tensor, args[:2], {})[0]
     return meta if stride is None else TensorMeta(meta.shape, stride.stride, meta.dtype)
@@ -302,6 +309,7 @@ aten = torch.ops.aten
 MENDED: dict[Op, Callable[[Args, TensorMeta], TensorMeta]] = {
     aten.convolution.default: _convolved,
     aten.roll.default: _rolled,
+    aten.nansum.default: _totalled,
     aten.pow.Tensor_Scalar: _powered,
     aten.copysign.Tensor: _iterated,
     aten.floor_divide.default: _iterated,
