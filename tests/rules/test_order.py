@@ -70,3 +70,16 @@ def test_what_is_pending_is_summed_first() -> None:
         return DTensor.from_local(part, mesh, [Partial()]).topk(2).values.full_tensor().tolist()
 
     assert sim.run(body, 2)[0] == [4.0, 2.0]
+
+
+def test_no_entry_of_a_cut_dim_is_an_empty_one() -> None:
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        for whole, places in ((torch.randn(5), [S0, R]), (torch.randn(5, 3), [S0, S0]), (WHOLE, [Shard(1), S0])):
+            want, found = whole.topk(0, 0), distribute_tensor(whole, mesh, places).topk(0, 0)
+            for one, other in zip(found, want, strict=True):
+                assert one.shape == other.shape
+                assert one.full_tensor().dtype is other.dtype
+                assert one.full_tensor().shape == other.shape
+
+    sim.run(body, 4)

@@ -72,7 +72,7 @@ def _of_candidates(
     if k * len(counts) * bytes_each >= spec.shape[dim] * spec.meta.dtype.itemsize:
         return choose(whole_along(x, [dim]), dim)
     values, places = _first(x, spec, dim, k, largest)
-    kept = torch.tensor([at * k + rank for at, count in enumerate(counts) for rank in range(count)])
+    kept = torch.tensor([at * k + rank for at, count in enumerate(counts) for rank in range(count)], dtype=PLACE)
     values, places = (_together(x, part, spec, dim, k, kept) for part in (values, places))
     found, where = choose(values, dim)
     return found, aten.gather.default(places, dim, where)
