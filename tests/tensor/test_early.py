@@ -153,3 +153,23 @@ def test_that_does_not_move_where_moves_are_forbidden() -> None:
             torch.trapezoid(x, dim=0)
 
     sim.run(body, 4)
+
+
+@pytest.mark.parametrize("share", [0.3, torch.tensor(0.3, dtype=torch.float64)], ids=["number", "tensor"])
+@pytest.mark.parametrize("function", [torch.quantile, torch.nanquantile])
+def test_quantiles_along_a_dim_mask_the_places_that_they_make(function, share: float | torch.Tensor) -> None:
+    whole = torch.randn(4, 3, dtype=torch.float64)
+    whole[1, 2] = torch.nan
+    dense = whole.clone().requires_grad_()
+    want = function(dense, share, 0, keepdim=True)
+    want.nansum().backward()
+
+    def body() -> None:
+        for places in ([S0], [Shard(1)], [R]):
+            x = distribute_tensor(whole, init_device_mesh("cpu", (2,)), places).requires_grad_()
+            found = function(x, share, 0, keepdim=True)
+            found.nansum().backward()
+            torch.testing.assert_close(found.full_tensor(), want, equal_nan=True)
+            torch.testing.assert_close(x.grad.full_tensor(), dense.grad, equal_nan=True)
+
+    sim.run(body, 2)

@@ -48,7 +48,7 @@ def making(op: Op) -> Met:
 
     def met(keys: DispatchKeySet, *args: object, **kwargs: object) -> object:
         given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
-        if not all(isinstance(item, DTensor) for item in given):
+        if not all(isinstance(item, DTensor) or item.numel() == 1 for item in given):
             return op.redispatch(keys & AFTER, *args, **kwargs)
         with _saying("implicit replication"):
             return op.redispatch(keys & AFTER, *args, **kwargs)
@@ -104,11 +104,14 @@ def _viewing() -> Iterator[Op]:
         yield getattr(getattr(aten, packet), overload or "default")
 
 
+MAKING = (aten._scaled_dot_product_attention_math.default, aten.quantile.default, aten.quantile.scalar)
+
+
 MET: Mapping[Op, Met] = {
     aten.tensor_split.tensor_indices_or_sections: reading(
         aten.tensor_split.tensor_indices_or_sections, "tensor_indices_or_sections"
     ),
-    aten._scaled_dot_product_attention_math.default: making(aten._scaled_dot_product_attention_math.default),
+    **{op: making(op) for op in MAKING},
     aten.sgn.default: real(aten.sgn.default, aten.sign.default),
     aten.sgn_.default: real(aten.sgn_.default, aten.sign_.default),
     **{op: viewing(op) for op in _viewing()},
