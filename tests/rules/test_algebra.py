@@ -74,6 +74,23 @@ def test_extremes_fill_empty_shards_with_their_identity(size: int, dtype: torch.
     assert "S(0) -> P(product)" in claimed(aten.prod.default, rand(size))
 
 
+def test_a_product_of_complex_numbers_is_not_left_pending() -> None:
+    x = torch.complex(rand(5, 3), rand(5, 3))
+    assert not any("product" in text for text in claimed(aten.prod.default, x))
+    assert claimed(aten.prod.dim_int, x, 0, True) == {"R -> R", "S(1) -> S(1)"}
+    assert not any("product" in text for text in claimed(aten.prod.default, x.real, dtype=torch.complex128))
+    assert "S(0) -> P(sum)" in claimed(aten.sum.default, x)
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        for places in ([Shard(0), Shard(1)], [Shard(0), Shard(0)]):
+            start = distribute_tensor(x, mesh, places)
+            for found, want in ((torch.prod(start), x.prod()), (torch.prod(start, 1), x.prod(1))):
+                torch.testing.assert_close(found.full_tensor(), want)
+
+    sim.run(body, 4)
+
+
 def test_what_ranks_cannot_finish_for_each_other_is_whole() -> None:
     x = rand(5, 3)
     for op in (

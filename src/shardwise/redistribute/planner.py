@@ -18,12 +18,11 @@ from shardwise.errors import RedistributeError, message
 from shardwise.redistribute import search, shards
 from shardwise.redistribute.cost import Cost, seconds
 from shardwise.redistribute.parcels import unit_of
-from shardwise.redistribute.steps import LINEAR, ReduceScatter, Step, direct
+from shardwise.redistribute.steps import ReduceScatter, Step, direct
 from shardwise.redistribute.topology import Topology, current_topology
 from shardwise.sharding.placement import Cut, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta, dtype_name
 
-BITWISE = frozenset(("band", "bor", "bxor"))
 DIGITS = 4  # binary digits of the size that a plan may depend on
 ROUGH = 16  # elements a rank of a dim that is not cut, from which on it counts as one that could be cut evenly
 
@@ -171,20 +170,9 @@ def _check_reduction(src: Spec, dst: Spec, axis: int) -> None:
     if isinstance(before, Partial) and isinstance(after, Partial):
         what = f"a pending {before.reduce_op} over axis {src.mesh.axis_names[axis]} cannot become a {after.reduce_op}"
         do = "redistribute to Replicate() on that axis first"
-    elif not _is_defined(pending.reduce_op, src.meta.dtype):
+    elif not pending.is_defined(src.meta.dtype):
         what = f"no {pending.reduce_op} of {dtype_name(src.meta.dtype)} tensors"
         do = "convert the tensor to another dtype first"
     else:
         return
     raise RedistributeError(message(what, asked=f"{src} as {dst} on {src.mesh}", do=do))
-
-
-def _is_defined(reduce_op: str, dtype: torch.dtype) -> bool:
-    """Whether the wire can do the reduction: only what is exact or rounds as the dtype does."""
-    if dtype.is_complex:
-        return reduce_op in LINEAR
-    if reduce_op == "norm":
-        return dtype.is_floating_point
-    if dtype.is_floating_point:
-        return reduce_op not in BITWISE
-    return reduce_op != "avg"

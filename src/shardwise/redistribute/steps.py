@@ -17,10 +17,8 @@ from math import prod
 
 from shardwise._value import value
 from shardwise.redistribute.parcels import Grid, traffic
-from shardwise.sharding.placement import Cut, Owned, Partial, Placement, Replicate, Shard
+from shardwise.sharding.placement import LINEAR, Cut, Owned, Partial, Placement, Replicate, Shard
 from shardwise.sharding.spec import Spec
-
-LINEAR = frozenset(("sum", "avg"))  # reductions that may be done in any order among each other
 
 Axes = tuple[int, ...]
 

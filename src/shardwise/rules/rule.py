@@ -172,7 +172,7 @@ def choices(rule: Rule, call: Call) -> Choices:
         parse(meaning),
         [None if meta is None else meta.shape for meta in call.operands[: len(call.operands) - rule.out]],
         [None if meta is None else meta.shape for meta in call.outputs],
-        reduce=None if _any_is(call.outputs, torch.bool) else rule.reduce,
+        reduce=_left_pending(rule, call),
         fixed=call.fixed,
         steady=frozenset(place for place, meta in enumerate(call.operands) if meta and meta.dtype is torch.bool),
         passes=_passing(call) if rule.pends else frozenset(),
@@ -210,8 +210,11 @@ def resolve(rule: Rule, call: Call) -> tuple[Rule, str | Strategies]:
     return rule, meaning
 
 
-def _any_is(metas: Sequence[TensorMeta | None], dtype: torch.dtype) -> bool:
-    return any(meta is not None and meta.dtype is dtype for meta in metas)
+def _left_pending(rule: Rule, call: Call) -> str | None:
+    dtypes = {meta.dtype for meta in call.outputs if meta is not None}
+    if rule.reduce is None or torch.bool in dtypes:
+        return None
+    return rule.reduce if all(map(Partial(rule.reduce).is_defined, dtypes)) else None
 
 
 def _passing(call: Call) -> frozenset[str]:
@@ -227,20 +230,12 @@ def _passing(call: Call) -> frozenset[str]:
     found = {meta.dtype for meta in call.outputs if meta is not None}
     if torch.bool in found:
         return frozenset()
-    passes = set(REDUCE_OPS)
+    passes = {op for op in REDUCE_OPS if all(map(Partial(op).is_defined, given | found))}
     integers = {dtype for dtype in given | found if _is_integer(dtype)}
-    if integers:
-        passes.discard("avg")
     truncates = any(_is_integer(dtype) for dtype in found) and not all(_is_integer(dtype) for dtype in given)
     widens = len(integers | found) > 1 and any(dtype.itemsize < 4 for dtype in integers)
     if truncates or widens:
         passes.discard("sum")
-    if any(dtype.is_complex for dtype in given | found):
-        passes -= {"max", "min"}
-    if not all(dtype.is_floating_point for dtype in given | found):
-        passes.discard("norm")
-    if not all(_is_integer(dtype) for dtype in given | found):
-        passes -= {"band", "bor", "bxor"}
     return frozenset(passes)
 
 

@@ -17,6 +17,8 @@ from shardwise.errors import PlacementError, message
 Intervals = tuple[tuple[int, int], ...]
 
 REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "norm")
+LINEAR = frozenset(("sum", "avg"))  # reductions that may be done in any order among each other
+BITWISE = frozenset(("band", "bor", "bxor"))
 
 
 @value
@@ -234,6 +236,20 @@ class Partial(Placement):
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         return reduce_op is None or reduce_op == self.reduce_op
+
+    def is_defined(self, dtype: torch.dtype) -> bool:
+        """Whether the reduction can be done for ``dtype``: only what is exact or rounds as the dtype does.
+
+        >>> Partial("avg").is_defined(torch.int64)
+        False
+        """
+        if dtype.is_complex:
+            return self.reduce_op in LINEAR
+        if self.reduce_op == "norm":
+            return dtype.is_floating_point
+        if dtype.is_floating_point:
+            return self.reduce_op not in BITWISE
+        return self.reduce_op != "avg"
 
     def __repr__(self) -> str:
         return f"Partial({self.reduce_op})"
