@@ -356,7 +356,7 @@ def _within() -> str:
         frame = frame.f_back  # type: ignore[assignment]
     while frame is not None and _module(frame).startswith("torch."):
         own = frame.f_code.co_name
-        name = name if own.startswith("_") or _module(frame).startswith("torch.nn.modules") else own
+        name = name if own.startswith("_") or _module(frame).startswith(("torch.nn.modules", "torch._ops")) else own
         frame = frame.f_back  # type: ignore[assignment]
     return f", within torch's {name}" if name else ""
 
