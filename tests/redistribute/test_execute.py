@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from redistribute.layouts import coordinates, distributed, dry_mesh, mesh_of, placed, reduced, settled, spec_of
+from redistribute.layouts import COMBINE, coordinates, distributed, dry_mesh, mesh_of, placed, reduced, settled, spec_of
 from shardwise import sim
 from shardwise._value import value
 from shardwise.comm import wire
 from shardwise.comm.async_tensor import AsyncCollectiveTensor
+from shardwise.errors import RedistributeError
 from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import current_world
 from shardwise.redistribute import execute, planner
 from shardwise.redistribute.steps import AllToAll, MakePartial, Slice, Step
 from shardwise.sharding.placement import REDUCE_OPS, Cut, Intervals, Partial, Placement, Replicate, Shard, StridedShard
-from shardwise.sharding.spec import Spec
+from shardwise.sharding.spec import Spec, TensorMeta
 
 STRIDED = StridedShard(0, split_factor=2)
 Pair = tuple[tuple[Placement, ...], tuple[Placement, ...]]
@@ -265,6 +266,48 @@ def test_whatever_comes_last_may_stay_on_the_wire() -> None:
             assert torch.equal(late + 0, soon), (src, dst, steps)
 
     sim.run(body, 4)
+
+
+DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.bool,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (5, 3)], ids=str)
+@pytest.mark.parametrize("reduce_op", REDUCE_OPS)
+def test_what_is_waited_for_is_what_comes_at_once(reduce_op: str, shape: tuple[int, ...]) -> None:
+    """In dtype, strides and values, whatever stands for the numbers on the wire."""
+    values = torch.arange(float(math.prod(shape))).view(shape) * 1.5 - 4
+
+    def body() -> None:
+        mesh = mesh_of((2,))
+        for dtype, turned, after in itertools.product(DTYPES, (False, True), (Replicate(), Shard(0), Shard(1))):
+            parts = [(values * factor).to(dtype) for factor in (1, -2)]
+            if turned:
+                parts = [part.t().contiguous().t() for part in parts]
+            src = Spec(mesh, (Partial(reduce_op),), TensorMeta.of(parts[0]))
+            try:
+                steps = planner.plan(src, src.with_placements([after]))
+            except RedistributeError:
+                assert not (dtype.is_floating_point and reduce_op not in ("band", "bor", "bxor")), dtype
+                continue
+            local = parts[mesh.get_local_rank()]
+            late, soon = (run(local, src, steps) for run in (execute.run_async, execute.run))
+            assert isinstance(late, AsyncCollectiveTensor)
+            late = late.wait()
+            assert (late.dtype, late.stride()) == (soon.dtype, soon.stride()) == (dtype, late.stride())
+            assert torch.equal(late, soon)
+            if reduce_op in ("max", "min") and after.is_replicate():
+                assert torch.equal(late, COMBINE[reduce_op](parts))
+
+    sim.run(body, 2)
 
 
 def test_nothing_is_waited_for_before_the_first_use(monkeypatch: pytest.MonkeyPatch) -> None:

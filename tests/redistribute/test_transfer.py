@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from redistribute.layouts import distributed, placed, spec_of
-from shardwise import DTensor, distribute_tensor, sim
+from shardwise import DTensor, current_world, distribute_tensor, sim
 from shardwise.comm import wire
 from shardwise.comm.async_tensor import AsyncCollectiveTensor
 from shardwise.errors import RedistributeError
@@ -151,3 +151,18 @@ def test_ranks_in_neither_mesh_take_part_in_nothing() -> None:
         return list(x.redistribute(DeviceMesh("cpu", [1, 2]), [Shard(0)]).to_local().shape)
 
     assert sim.run(body, 4) == [[0, 0], [2, 4], [2, 4], [0, 0]]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_the_order_in_memory_is_that_of_the_whole_there_too(async_op: bool) -> None:
+    whole = torch.arange(24.0).view(6, 4).t()
+
+    def body() -> None:
+        x = distribute_tensor(whole, DeviceMesh("cpu", [0, 1]), [Shard(0)])
+        moved = x.redistribute(DeviceMesh("cpu", [2, 3]), [Shard(1)], async_op=async_op)
+        local, rank = moved.to_local() + 0, current_world().rank
+        if rank > 1:
+            assert torch.equal(local, whole.chunk(2, 1)[rank - 2])
+            assert local.stride() == (1, 4)
+
+    sim.run(body, 4)

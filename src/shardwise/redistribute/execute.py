@@ -81,7 +81,7 @@ def run_async(local: Tensor, src: Spec, steps: tuple[Step, ...]) -> Tensor:
         local = finish(_start(stage, local, coordinate))
     sent = _start(stages[last], local, coordinate)
     spec, step = stages[-1]
-    return finish_later(_followed(sent, stages[last + 1 :], coordinate), step.after(spec).local_shape(coordinate))
+    return finish_later(_followed(sent, stages[last + 1 :], coordinate), step.after(spec), coordinate)
 
 
 def _followed(sent: Sent | Tensor, stages: tuple[Stage, ...], coordinate: Coordinate) -> Sent | Tensor:
@@ -138,14 +138,17 @@ def finish(sent: Sent | Tensor) -> Tensor:
     return arrived if sent.unpack is None else sent.unpack(arrived).contiguous()
 
 
-def finish_later(sent: Sent | Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The result of a move, of this shape, which waits at its first use."""
+def finish_later(sent: Sent | Tensor, spec: Spec, coordinate: Coordinate | None) -> Tensor:
+    """The result of a move, the part of ``spec`` at ``coordinate``, which waits at its first use."""
     if not isinstance(sent, Sent):
-        return sent
+        return spec.meta.lay_out(sent)
     unpack, arriving = sent.unpack, sent.tensor
     if unpack is None:
-        return AsyncCollectiveTensor(arriving)
-    result = arriving.new_empty(shape)
+        if spec.meta.row_major:
+            return AsyncCollectiveTensor(arriving)
+        unpack = _itself
+    # What travels may be of another dtype than what it stands for.
+    result = spec.meta.lay_out(arriving.new_empty(spec.local_shape(coordinate), dtype=spec.meta.dtype))
     wire.unpacking(result, arriving, lambda: result.copy_(unpack(arriving)))
     return AsyncCollectiveTensor(result)
 

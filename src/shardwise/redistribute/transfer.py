@@ -42,13 +42,14 @@ def transfer(local: Tensor, src: Spec, dst: Spec, *, async_op: bool = False) -> 
     settled = _settled(src)
     here = src.mesh.get_coordinate()
     local = execute.run(local, src, planner.plan(src, settled)) if here else local.new_empty(0, dtype=src.meta.dtype)
-    result = local.new_empty(dst.local_shape(dst.mesh.get_coordinate()))
+    there = dst.mesh.get_coordinate()
+    result = local.new_empty(dst.local_shape(there))
     if crew is None:
         return result
     group = current_world().group(crew)
     own, talks = _parcels(settled, dst, crew, group.index)
     sent = execute.exchange(local, result, own, talks, group, "")
-    return execute.finish_later(sent, tuple(result.shape)) if async_op else execute.finish(sent)
+    return execute.finish_later(sent, dst, there) if async_op else dst.meta.lay_out(execute.finish(sent))
 
 
 def _check(src: Spec, dst: Spec) -> None:
