@@ -13,6 +13,7 @@ from shardwise import (
     RedistributeError,
     Replicate,
     Shard,
+    StridedShard,
     ViewError,
     distribute_tensor,
     explicit,
@@ -345,3 +346,45 @@ def test_an_operator_that_must_move_cuts_no_other_dim_by_sizes_that_are_not_its_
     for fits, found in sim.run(body, 3):
         assert fits
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("size", range(4, 9))
+def test_a_slice_cut_twice_is_right_and_so_is_its_gradient_or_it_is_refused(size: int) -> None:
+    """No view lies so that nothing could be brought to lie like it."""
+    spans = [(start, stop) for start in range(size) for stop in range(start, size + 1)]
+
+    def body():
+        mesh, right = init_device_mesh("cpu", (2, 2)), 0
+        for start, stop in spans:
+            x = distribute_tensor(torch.arange(float(size)), mesh, [Shard(0), Shard(0)]).requires_grad_()
+            factors = distribute_tensor(torch.arange(float(stop - start)) + 1, mesh, [Replicate()] * 2)
+            try:
+                view = x[start:stop]
+            except ViewError:
+                continue
+            (view * factors).sum().backward()
+            assert torch.equal(view.full_tensor(), torch.arange(float(size))[start:stop])
+            assert torch.equal(distribute_tensor(view.full_tensor(), mesh, view.placements).to_local(), view.to_local())
+            expected = torch.zeros(size)
+            expected[start:stop] = torch.arange(float(stop - start)) + 1
+            assert torch.equal(x.grad.full_tensor(), expected)
+            right += 1
+        return right
+
+    assert min(sim.run(body, 4)) > len(spans) // 2
+
+
+def test_a_diagonal_that_no_sizes_describe_everywhere_is_refused() -> None:
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("b", "c"))
+        whole = torch.arange(36.0).view(3, 4, 3)
+        x = distribute_tensor(whole, mesh, [StridedShard(2, 1), Shard(1)])
+        with pytest.raises(ViewError, match="redistribute"):
+            x.diagonal(0, 1, 2)
+        y = x.redistribute(placements=[Shard(0), Shard(1)]).requires_grad_()
+        found = y.diagonal(0, 1, 2)
+        found.sum().backward()
+        assert torch.equal(found.full_tensor(), whole.diagonal(0, 1, 2))
+        assert torch.equal(y.grad.full_tensor(), torch.eye(4, 3).expand(3, 4, 3))
+
+    sim.run(body, 4)

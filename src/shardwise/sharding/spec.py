@@ -7,7 +7,7 @@ The text form is ``f32[8@dp, 4]`` (dim 0 cut over axis dp), ``f32[8, 4]{sum@tp}`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 
@@ -289,21 +289,22 @@ def _are_normal(placements: tuple[Placement, ...], ndim: int) -> bool:
 
 def check_sizes(spec: Spec) -> None:
     """Raise `PlacementError` unless the sizes of every `RaggedShard` add up to what they cut, wherever they do."""
+    for placement, size in misfits(spec):
+        raise PlacementError(
+            message(
+                f"the sizes of {placement!r} add up to {sum(placement.sizes)}, and there are {size} elements to cut",
+                asked=f"{spec} on {spec.mesh}",
+                do=f"give sizes that add up to {size}, or Shard({placement.dim})",
+            )
+        )
+
+
+def misfits(spec: Spec) -> Iterator[tuple[RaggedShard, int]]:
+    """Each `RaggedShard` with each number of elements that it is to cut and whose parts are not of its sizes."""
     for axis, placement in enumerate(spec.placements):
-        if placement.__class__ is not RaggedShard:
-            continue
-        assert isinstance(placement, RaggedShard), placement
-        total = sum(placement.sizes)
-        for coordinate in product(*map(range, spec.mesh.shape)):
-            size = spec.size_before(axis, coordinate)
-            if size not in (0, total) and len(placement.sizes) - placement.sizes.count(0) != 1:
-                raise PlacementError(
-                    message(
-                        f"the sizes of {placement!r} add up to {total}, and there are {size} elements to cut",
-                        asked=f"{spec} on {spec.mesh}",
-                        do=f"give sizes that add up to {size}, or Shard({placement.dim})",
-                    )
-                )
+        if isinstance(placement, RaggedShard):
+            sizes = (spec.size_before(axis, coordinate) for coordinate in product(*map(range, spec.mesh.shape)))
+            yield from ((placement, size) for size in sizes if not placement.fits(size))
 
 
 def _normalize_one(placement: Placement, ndim: int, parts: int, asked: str) -> Placement:

@@ -11,7 +11,7 @@ from shardwise.redistribute.planner import price
 from shardwise.rules.images import Boxes, Image
 from shardwise.sharding.fitting import Box, fit, intersect, merged, volume
 from shardwise.sharding.placement import Cut, Intervals, Owned, Partial, Placement, Replicate, Shard, StridedShard
-from shardwise.sharding.spec import Spec, TensorMeta
+from shardwise.sharding.spec import Spec, TensorMeta, misfits
 
 Placements = tuple[Placement, ...]
 Metas = Sequence[TensorMeta | None]
@@ -50,7 +50,10 @@ def relabelled(spec: Spec, image: Image, metas: Metas) -> tuple[Spec, ...] | Non
             laid[axis] if axis in laid else _passing(own, image, output, meta)
             for axis, own in enumerate(spec.placements)
         ]
-        results.append(Spec(spec.mesh, tuple(placements), meta))
+        result = Spec(spec.mesh, tuple(placements), meta)
+        if any(misfits(result)):
+            return None
+        results.append(result)
     return tuple(results)
 
 
@@ -142,6 +145,8 @@ def joined(specs: Sequence[Spec], dim: int, meta: TensorMeta) -> Spec | None:
         return None
     laid = dict(zip(axes, fitted, strict=True))
     result = Spec(mesh, tuple(laid.get(axis, Replicate()) for axis in range(mesh.ndim)), meta)
+    if any(misfits(result)):
+        return None
     covered = all(
         sum(volume(own) for own in _taken(specs, dim, result, coordinate)) == volume(_part(result, coordinate))
         for coordinate in product(*places)
