@@ -13,7 +13,6 @@ from shardwise import (
     RedistributeError,
     Replicate,
     Shard,
-    StridedShard,
     ViewError,
     distribute_tensor,
     explicit,
@@ -364,7 +363,9 @@ def test_a_slice_cut_twice_is_right_and_so_is_its_gradient_or_it_is_refused(size
                 continue
             (view * factors).sum().backward()
             assert torch.equal(view.full_tensor(), torch.arange(float(size))[start:stop])
-            assert torch.equal(distribute_tensor(view.full_tensor(), mesh, view.placements).to_local(), view.to_local())
+            assert torch.equal(
+                distribute_tensor(view.detach().full_tensor(), mesh, view.placements).to_local(), view.to_local()
+            )
             expected = torch.zeros(size)
             expected[start:stop] = torch.arange(float(stop - start)) + 1
             assert torch.equal(x.grad.full_tensor(), expected)
@@ -374,17 +375,42 @@ def test_a_slice_cut_twice_is_right_and_so_is_its_gradient_or_it_is_refused(size
     assert min(sim.run(body, 4)) > len(spans) // 2
 
 
-def test_a_diagonal_that_no_sizes_describe_everywhere_is_refused() -> None:
+@pytest.mark.parametrize("placements", [[Shard(0), Shard(1)], [Shard(1), Shard(1)]], ids=str)
+def test_a_diagonal_cut_twice_has_its_gradient(placements: list[Shard]) -> None:
+    whole = torch.arange(12.0).view(3, 4)
+
     def body() -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("b", "c"))
-        whole = torch.arange(36.0).view(3, 4, 3)
-        x = distribute_tensor(whole, mesh, [StridedShard(2, 1), Shard(1)])
-        with pytest.raises(ViewError, match="redistribute"):
-            x.diagonal(0, 1, 2)
-        y = x.redistribute(placements=[Shard(0), Shard(1)]).requires_grad_()
-        found = y.diagonal(0, 1, 2)
-        found.sum().backward()
-        assert torch.equal(found.full_tensor(), whole.diagonal(0, 1, 2))
-        assert torch.equal(y.grad.full_tensor(), torch.eye(4, 3).expand(3, 4, 3))
+        mesh, factors = init_device_mesh("cpu", (2, 2)), torch.tensor([2.0, 3.0, 5.0])
+        x = distribute_tensor(whole, mesh, placements).requires_grad_()
+        found = x.diagonal(1)
+        (found * distribute_tensor(factors, mesh, [Replicate()] * 2)).sum().backward()
+        assert torch.equal(found.full_tensor(), whole.diagonal(1))
+        assert torch.equal(distribute_tensor(whole.diagonal(1), mesh, found.placements).to_local(), found.to_local())
+        assert torch.equal(x.grad.full_tensor(), factors.diag(1)[:3])
+
+    sim.run(body, 4)
+
+
+def test_sizes_that_add_up_nowhere_are_refused() -> None:
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        with pytest.raises(PlacementError, match="add up to 5, and there are 3"):
+            distribute_tensor(DENSE, mesh, [Shard(0), RaggedShard(0, (1, 4))])
+        x = distribute_tensor(DENSE, mesh, [Shard(0), RaggedShard(0, (1, 2))])  # of 2 rows, in proportion
+        rows = {(0, 0): [0], (0, 1): [1, 2], (1, 0): [], (1, 1): [3, 4]}
+        assert torch.equal(x.to_local(), DENSE[rows[mesh.get_coordinate()]])
+        assert torch.equal(x.full_tensor(), DENSE)
+
+    sim.run(body, 4)
+
+
+def test_a_view_of_nothing_lies_as_can_be_said() -> None:
+    def body() -> None:
+        x = distribute_tensor(torch.ones(3, 0, 4), init_device_mesh("cpu", (2, 2)), [Shard(2), RaggedShard(0, (1, 2))])
+        try:
+            y = x.select(2, 1)
+        except ViewError:
+            return
+        distribute_tensor(torch.ones(3, 0), y.device_mesh, y.placements)
 
     sim.run(body, 4)

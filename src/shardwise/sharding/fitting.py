@@ -58,8 +58,6 @@ def _fit(regions: Regions, search: Search) -> tuple[Placement, ...] | None:
         fits = not search.exact or all(volume(regions[place]) == volume(part) for place, part in parts.items())
         return () if fits else None
     for placement in _candidates(regions, axis, search):
-        if isinstance(placement, RaggedShard) and not all(map(placement.fits, _lengths(regions, placement.dim))):
-            continue
         after = _cut(regions, placement, search.axes[axis])
         if all(_is_within(part, after[place[: axis + 1]]) for place, part in parts.items()):
             rest = _fit(after, search)
@@ -78,13 +76,9 @@ def _candidates(regions: Regions, axis: int, search: Search) -> Iterator[Placeme
         for sizes in dict.fromkeys(_sizes(regions, axis, count, search.parts, dim)):
             yield RaggedShard(dim, sizes)
     for dim in search.dims:
-        size = max(_lengths(regions, dim))
+        size = max(length(box[dim]) for box in regions.values() if box is not None)
         factors = sorted({*_divisors(size), *search.factors})
         yield from (StridedShard(dim, factor) for factor in factors if factor > 1)
-
-
-def _lengths(regions: Regions, dim: int) -> list[int]:
-    return [length(box[dim]) for box in regions.values() if box is not None]
 
 
 def _divisors(size: int) -> Iterator[int]:

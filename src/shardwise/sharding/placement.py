@@ -191,10 +191,6 @@ class RaggedShard(Cut):
         before = sum(self.sizes[:index])
         return ((before * size // total, (before + self.sizes[index]) * size // total),)
 
-    def fits(self, size: int) -> bool:
-        """Whether ``size`` elements are cut into parts of these sizes: there are none, or all of them are one part."""
-        return size in (0, sum(self.sizes)) or len(self.sizes) - self.sizes.count(0) == 1
-
     def at(self, dim: int) -> RaggedShard:
         return RaggedShard(dim, self.sizes)
 

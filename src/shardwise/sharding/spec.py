@@ -288,7 +288,10 @@ def _are_normal(placements: tuple[Placement, ...], ndim: int) -> bool:
 
 
 def check_sizes(spec: Spec) -> None:
-    """Raise `PlacementError` unless the sizes of every `RaggedShard` add up to what they cut, wherever they do."""
+    """Raise `PlacementError` if the sizes of a `RaggedShard` add up to nothing that it cuts, at no coordinate.
+
+    Where they add up at some coordinates, it cuts in their proportion at the others.
+    """
     for placement, size in misfits(spec):
         raise PlacementError(
             message(
@@ -300,11 +303,12 @@ def check_sizes(spec: Spec) -> None:
 
 
 def misfits(spec: Spec) -> Iterator[tuple[RaggedShard, int]]:
-    """Each `RaggedShard` with each number of elements that it is to cut and whose parts are not of its sizes."""
+    """Each `RaggedShard` whose sizes add up to nothing that it cuts, with the most elements that it is to cut."""
     for axis, placement in enumerate(spec.placements):
-        if isinstance(placement, RaggedShard):
-            sizes = (spec.size_before(axis, coordinate) for coordinate in product(*map(range, spec.mesh.shape)))
-            yield from ((placement, size) for size in sizes if not placement.fits(size))
+        if isinstance(placement, RaggedShard) and len(placement.sizes) - placement.sizes.count(0) != 1:
+            cut = {spec.size_before(axis, coordinate) for coordinate in product(*map(range, spec.mesh.shape))} - {0}
+            if cut and sum(placement.sizes) not in cut:
+                yield placement, max(cut)
 
 
 def _normalize_one(placement: Placement, ndim: int, parts: int, asked: str) -> Placement:

@@ -145,8 +145,6 @@ def joined(specs: Sequence[Spec], dim: int, meta: TensorMeta) -> Spec | None:
         return None
     laid = dict(zip(axes, fitted, strict=True))
     result = Spec(mesh, tuple(laid.get(axis, Replicate()) for axis in range(mesh.ndim)), meta)
-    if any(misfits(result)):
-        return None
     covered = all(
         sum(volume(own) for own in _taken(specs, dim, result, coordinate)) == volume(_part(result, coordinate))
         for coordinate in product(*places)
