@@ -314,7 +314,7 @@ def wrapped(kind: Any, ready: Ready, result: Any, args: Args, kwargs: Kwargs) ->
             if not ready.views and part.is_contiguous() is not spec.meta.row_major:
                 part = spec.meta.lay_out(part)
             one = kind._wrap(part, spec)
-            made.append(_marked(one, part) if ready.views else one)
+            made.append(_marked(one, part) if ready.views and (part.is_neg() or part.is_conj()) else one)
     if returns == "tensor":
         return made[0]
     return made if returns == "list" else tuple(made)
