@@ -130,7 +130,6 @@ class Choices:
 
     sizes: Sizes
     local: Local | None
-    key: object
     bound: Bound | None = None
     listed: dict[str, Strategy] = field(default_factory=dict)
     out: int = 0
@@ -167,7 +166,7 @@ def choices(rule: Rule, call: Call) -> Choices:
     rule, meaning = resolve(rule, call)
     if not isinstance(meaning, str):
         listed = {f"listed {index}": strategy for index, strategy in enumerate(meaning)}
-        return Choices({}, rule.local, tuple(meaning), None, listed, rule.out, rule.in_place)
+        return Choices({}, rule.local, None, listed, rule.out, rule.in_place)
     bound = Bound(
         parse(meaning),
         [None if meta is None else meta.shape for meta in call.operands[: len(call.operands) - rule.out]],
@@ -183,11 +182,9 @@ def choices(rule: Rule, call: Call) -> Choices:
         for kind, listing in more.items()
         for index, strategy in enumerate(() if listing is None else listing(call))
     }
-    key = (meaning, bound.reduce, bound.passes, bound.steady, rule.out, rule.in_place, rule.contiguous, len(listed))
     return Choices(
         bound.sizes,
         rule.local,
-        key,
         bound,
         listed,
         out=rule.out,

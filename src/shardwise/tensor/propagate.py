@@ -152,7 +152,7 @@ def _measured(asked: Asked) -> OpPlan:
         return OpPlan(asked.op, expand=expand)
     call = make_call(asked.op, asked.args, asked.kwargs, ())
     whole = Strategy(tuple(None if meta is None else Replicate() for meta in call.operands), ())
-    ways = Choices({}, None, "measured", listed={"whole": whole})
+    ways = Choices({}, None, listed={"whole": whole})
     chosen = _choose(asked, signature(asked.op), call, ways, Rule(), whole=True)
     assert chosen is not None, asked
     return replace(_plan(asked, call, ways, chosen, _targets(asked, chosen)), measured=True)
