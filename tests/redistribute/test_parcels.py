@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from redistribute.layouts import coordinates, distributed, dry_mesh, placed, spec_of
-from shardwise.redistribute.parcels import Grid, Held, intersect, layouts, loads, locate, parcels, traffic, volume
+from shardwise.redistribute.parcels import Grid, Held, layouts, loads, locate, parcels, traffic, volume
+from shardwise.sharding.fitting import intersect
 from shardwise.sharding.placement import Placement, Replicate, Shard, StridedShard
 
 STRIDED = StridedShard(0, split_factor=2)

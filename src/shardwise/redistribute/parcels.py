@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from shardwise.redistribute.bits import told
 from shardwise.redistribute.bits import traffic as even_traffic
+from shardwise.sharding.fitting import intersect
 from shardwise.sharding.placement import Cut, Intervals, Owned, Placement, Shard, StridedShard
 
 Held = tuple[Intervals, ...]  # for each dim, which positions
@@ -260,21 +261,6 @@ def length(intervals: Intervals) -> int:
 def volume(held: Held) -> int:
     """How many elements lie in a box."""
     return prod([length(intervals) for intervals in held])
-
-
-def intersect(first: Intervals, second: Intervals) -> Intervals:
-    """The intervals that lie in both lists, ascending as they are.
-
-    >>> intersect(((0, 4), (6, 8)), ((2, 7),))
-    ((2, 4), (6, 7))
-    """
-    both, here, there = [], 0, 0
-    while here < len(first) and there < len(second):
-        (low, high), (start, stop) = first[here], second[there]
-        if max(low, start) < min(high, stop):
-            both.append((max(low, start), min(high, stop)))
-        here, there = (here + 1, there) if high <= stop else (here, there + 1)
-    return tuple(both)
 
 
 def common(first: Held, second: Held) -> Held:

@@ -145,7 +145,11 @@ def volume(box: Box | None) -> int:
 
 
 def intersect(first: Intervals, second: Intervals) -> Intervals:
-    """The intervals that lie in both lists, ascending as they are."""
+    """The intervals that lie in both lists, ascending as they are.
+
+    >>> intersect(((0, 4), (6, 8)), ((2, 7),))
+    ((2, 4), (6, 7))
+    """
     both, here, there = [], 0, 0
     while here < len(first) and there < len(second):
         (low, high), (start, stop) = first[here], second[there]
