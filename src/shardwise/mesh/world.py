@@ -224,6 +224,18 @@ def use_world(world: World) -> Iterator[World]:
         _current.world = before
 
 
+@contextlib.contextmanager
+def saying(what: str) -> Iterator[None]:
+    """Let the memory of this rank's world say that ``what`` is so, for the duration of the block."""
+    memory = current_world().memory
+    before = memory.get(what, False)
+    memory[what] = True
+    try:
+        yield
+    finally:
+        memory[what] = before
+
+
 def _process_world() -> World:
     if is_dynamo_compiling():
         _make_process_world()

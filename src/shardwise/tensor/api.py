@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.comm import wire
 from shardwise.errors import ArgumentError, DistributedTwiceError, LeafError, PlacementError, message
 from shardwise.mesh.mesh import DeviceMesh
-from shardwise.mesh.world import Group, current_world
+from shardwise.mesh.world import Group, saying
 from shardwise.sharding.placement import Cut, Partial, Placement, Replicate
 from shardwise.sharding.spec import Spec, TensorMeta, check_sizes, normalize
 from shardwise.tensor.dtensor import DTensor, mesh_or_current
@@ -211,7 +211,7 @@ def _after(function: Callable[..., object], mesh: DeviceMesh) -> Callable[..., o
 @contextmanager
 def implicit_replication() -> Iterator[None]:
     """Within the block, plain tensors beside distributed ones are taken as replicated: the same on every rank."""
-    with _allowed("implicit replication"):
+    with saying("implicit replication"):
         yield
 
 
@@ -222,16 +222,5 @@ def replicate_unknown() -> Iterator[None]:
     Its operands are replicated (which shows in traces like any move), and so are its results. A warning names each such
     operator once. Outside of the block such an operator raises `RuleError`.
     """
-    with _allowed("replicate unknown"):
+    with saying("replicate unknown"):
         yield
-
-
-@contextmanager
-def _allowed(what: str) -> Iterator[None]:
-    memory = current_world().memory
-    before = memory.get(what, False)
-    memory[what] = True
-    try:
-        yield
-    finally:
-        memory[what] = before

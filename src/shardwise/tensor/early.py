@@ -10,13 +10,12 @@ have: a call on plain tensors never passes here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Final
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
-from shardwise.mesh.world import current_world
+from shardwise.mesh.world import saying
 from shardwise.sharding.placement import Replicate
 from shardwise.tensor.dispatch import VIEWS_MAY_MOVE, redistributed
 from shardwise.tensor.dtensor import DTensor
@@ -50,7 +49,7 @@ def making(op: Op) -> Met:
         given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
         if not all(isinstance(item, DTensor) or item.numel() == 1 for item in given):
             return op.redispatch(keys & AFTER, *args, **kwargs)
-        with _saying("implicit replication"):
+        with saying("implicit replication"):
             return op.redispatch(keys & AFTER, *args, **kwargs)
 
     return met
@@ -60,7 +59,7 @@ def viewing(op: Op) -> Met:
     """``op``, whose result is no view, though torch takes views on the way: what they are of may move first."""
 
     def met(keys: DispatchKeySet, *args: object, **kwargs: object) -> object:
-        with _saying(VIEWS_MAY_MOVE):
+        with saying(VIEWS_MAY_MOVE):
             return op.redispatch(keys & AFTER, *args, **kwargs)
 
     return met
@@ -78,17 +77,6 @@ def real(op: Op, other: Op) -> Met:
         return result
 
     return met
-
-
-@contextmanager
-def _saying(what: str) -> Iterator[None]:
-    memory = current_world().memory
-    before = memory.get(what, False)
-    memory[what] = True
-    try:
-        yield
-    finally:
-        memory[what] = before
 
 
 VIEWING = """
