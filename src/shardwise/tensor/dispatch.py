@@ -23,7 +23,7 @@ from shardwise.rules.table import void_when_rules_change
 from shardwise.sharding.placement import Replicate
 from shardwise.sharding.spec import Spec, TensorMeta
 from shardwise.tensor.explicit import forbid
-from shardwise.tensor.outline import Outline, likeness, roughly
+from shardwise.tensor.outline import likeness, roughly
 from shardwise.tensor.prepare import (
     Args,
     Kwargs,
@@ -47,8 +47,8 @@ VIEWS_MAY_MOVE = "views may move"  # said by a rank of a call in which nobody se
 class Plans(dict[Any, Ready]):
     """What a rank remembers of the calls that it has made.
 
-    Beside the plans, by operator, specs and static arguments: ``outlines`` of them, by what calls of other sizes have
-    in common with them; ``loose`` says of which operators the floats do not matter. Plans are kept in two generations,
+    Beside the plans, by operator, specs and static arguments: ``outlines``, those with an outline, by what calls of other
+    sizes have in common with them; ``loose`` says of which operators the floats do not matter. Plans are kept in two generations,
     so that those not used for long are dropped: when there are many, all become ``elder``, and the elder ones go.
     """
 
@@ -57,7 +57,7 @@ class Plans(dict[Any, Ready]):
     def __init__(self) -> None:
         self.elder: dict[Any, Ready] = {}
         self.loose: dict[Any, bool] = {}
-        self.outlines: dict[Any, Outline] = {}
+        self.outlines: dict[Any, Ready] = {}
         void_when_rules_change(self)
 
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -75,11 +75,11 @@ class Plans(dict[Any, Ready]):
         if PLANS:
             self[key] = ready
 
-    def remember_outline(self, key: Any, outline: Outline) -> None:
+    def remember_outline(self, key: Any, ready: Ready) -> None:
         if len(self.outlines) >= PLANS:
             self.outlines.clear()
         if PLANS:
-            self.outlines[key] = outline
+            self.outlines[key] = ready
 
 
 def run(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -191,12 +191,12 @@ def _prepared(plans: Plans, key: Any, kind: Any, op: Op, args: Args, kwargs: Kwa
         return kept
     alike = likeness(key)
     specs = [item for item in key if item.__class__ is Spec]
-    outline = plans.outlines.get(alike) or plans.outlines.get(roughly(alike, specs))
-    ready = None if outline is None else fitted(outline, kind, op, args, kwargs, specs)
+    known = plans.outlines.get(alike) or plans.outlines.get(roughly(alike, specs))
+    ready = None if known is None else fitted(known, kind, op, args, kwargs, specs)
     if ready is None:
         ready = prepare(kind, op, args, kwargs, lambda *entry: ready_for(kind, *entry))
         if ready.outline is not None:
-            plans.remember_outline(roughly(alike, specs) if ready.outline.moves else alike, ready.outline)
+            plans.remember_outline(roughly(alike, specs) if ready.outline.moves else alike, ready)
     if ready.lasts:
         plans.remember(key, ready)
     return ready

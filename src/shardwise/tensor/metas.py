@@ -37,6 +37,11 @@ def output_metas(op: Op, args: Args, kwargs: Kwargs) -> Metas:
     return ask_torch(op, args, kwargs) if found is None else found
 
 
+def has_law(op: Op) -> bool:
+    """Whether packed operands make packed results, whose dtypes no size of two and more decides about."""
+    return op not in VIEWS and (op in LAWS or torch.Tag.pointwise in op.tags)
+
+
 def ask_torch(op: Op, args: Args, kwargs: Kwargs) -> Metas:
     """The same by torch's own meta kernels, mended where they forget in which order dims lie in memory."""
     given = {name: _meta(argument) for name, argument in kwargs.items()}

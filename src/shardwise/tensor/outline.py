@@ -15,13 +15,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from shardwise.mesh.mesh import DeviceMesh
 from shardwise.redistribute.planner import rough_sizes
 from shardwise.rules.equation import Bound, Pattern, Strategy
-from shardwise.rules.rule import Choices, Rule, Strategies
+from shardwise.rules.rule import Call, Choices, Local, Rule, Strategies
+from shardwise.rules.told import told_from
 from shardwise.sharding.placement import Placement
-from shardwise.sharding.spec import Spec
+from shardwise.sharding.spec import Spec, TensorMeta
+from shardwise.tensor.metas import has_law
 
 Dims = tuple[tuple[int, int], ...]
+# A result like a tensor of the call; or (tensor, dim) for each of its dims, None for one of size 1, and its dtype.
+Result = int | tuple[tuple[tuple[int, int] | None, ...], torch.dtype]
+Sized = tuple[tuple[int, int, int], ...]  # (tensor, dim, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +37,24 @@ class Outline:
     """A plan without sizes.
 
     ``operands`` says for each operand which of the distributed tensors of the call it is; a dim is given as (one of
-    those tensors, its dim). ``rule`` and ``meaning`` are what the strategies came from; ``goals`` say how operands that
-    move are to lie, ``placements`` how the results lie. The dims of each entry of ``same`` agree; ``sizes`` are those
-    of the dims of ``read``.
+    those tensors, its dim). ``rule`` and ``meaning`` are what the strategies came from, ``local`` the rule's own local
+    call; ``goals`` say how operands that move are to lie, ``placements`` how the results lie. The dims of each entry of
+    ``same`` agree; those of ``read`` have the sizes that come with them. If those of ``told`` have theirs, the meaning
+    is the same and need not be asked; None if it must be. ``results`` are the shapes and dtypes of packed results from
+    packed operands; None where torch, or a law, must be asked. The local call is that of the rank at ``coordinate``.
     """
 
     rule: Rule
     meaning: str | Strategies
+    local: Local | None
     operands: tuple[int | None, ...]
     goals: tuple[tuple[Placement, ...] | None, ...]
     placements: tuple[tuple[Placement, ...] | None, ...]
     same: tuple[Dims, ...]
-    read: Dims
-    sizes: tuple[int, ...]
+    read: Sized
+    told: Sized | None
+    results: tuple[Result | None, ...] | None
+    coordinate: tuple[int, ...]
 
     @property
     def moves(self) -> bool:
@@ -56,11 +69,58 @@ class Outline:
             for tensor, dim in dims[1:]:
                 if specs[tensor].meta.shape[dim] != size:
                     return False
-        if self.read:
-            return all(
-                specs[tensor].meta.shape[dim] == size for (tensor, dim), size in zip(self.read, self.sizes, strict=True)
-            )
-        return True
+        return _have(specs, self.read)
+
+    def is_told(self, specs: Sequence[Spec]) -> bool:
+        """Whether the meaning is known to be the same for ``specs``."""
+        return self.told is not None and _have(specs, self.told)
+
+
+    def targets(self, specs: Sequence[Spec]) -> tuple[Spec | None, ...]:
+        """How the operands are to lie."""
+        inputs = [None if place is None else specs[place] for place in self.operands]
+        return tuple(
+            [
+                spec if spec is None or goal is None else spec.with_placements(goal)
+                for spec, goal in zip(inputs, self.goals, strict=True)
+            ]
+        )
+
+    def placed(self, mesh: DeviceMesh, metas: Sequence[TensorMeta | None]) -> tuple[Spec | None, ...]:
+        """How results like ``metas`` lie."""
+        return tuple(
+            [
+                None if meta is None or lying is None else Spec(mesh, lying, meta)
+                for meta, lying in zip(metas, self.placements, strict=True)
+            ]
+        )
+
+    def outputs(self, specs: Sequence[Spec]) -> tuple[Spec | None, ...] | None:
+        """How the results lie, if the shapes of the operands are all that there is to know."""
+        if self.results is None or not all([spec.meta.is_packed for spec in specs]):
+            return None
+        return tuple(
+            [
+                None if result is None or lying is None else _lying(specs, result, lying)
+                for result, lying in zip(self.results, self.placements, strict=True)
+            ]
+        )
+
+
+def _lying(specs: Sequence[Spec], result: Result, placements: tuple[Placement, ...]) -> Spec:
+    if isinstance(result, int):
+        spec = specs[result]
+        return spec if spec.placements == placements else Spec(spec.mesh, placements, spec.meta)
+    shape, dtype = result
+    sizes = [1 if place is None else specs[place[0]].meta.shape[place[1]] for place in shape]
+    return Spec(specs[0].mesh, placements, TensorMeta.contiguous(sizes, dtype))
+
+
+def _have(specs: Sequence[Spec], sized: Sized) -> bool:
+    for tensor, dim, size in sized:
+        if specs[tensor].meta.shape[dim] != size:
+            return False
+    return True
 
 
 def likeness(key: tuple[object, ...]) -> tuple[object, ...]:
@@ -79,9 +139,11 @@ def roughly(alike: tuple[object, ...], specs: Sequence[Spec]) -> tuple[object, .
 
 def outline_of(
     rule: Rule,
+    call: Call,
     meaning: str | Strategies,
     ways: Choices,
     chosen: Sequence[Strategy],
+    coordinate: tuple[int, ...],
     specs: Sequence[Spec | None],
     targets: Sequence[Spec | None],
     outputs: Sequence[Spec | None],
@@ -94,9 +156,11 @@ def outline_of(
     operands = tuple(None if spec is None else next(count) for spec in specs)
     same, read = ((), ()) if bound is None else _dims(bound, operands)
     present = [spec for spec in specs if spec is not None]
+    told = told_from(rule, call, meaning)
     return Outline(
         rule,
         meaning,
+        ways.local,
         operands,
         tuple(
             None if target is None or target is spec else target.placements
@@ -104,9 +168,43 @@ def outline_of(
         ),
         tuple(None if spec is None else spec.placements for spec in outputs),
         same,
-        read,
-        tuple(present[tensor].shape[dim] for tensor, dim in read),
+        _sized(read, present),
+        None if told is None else _sized(told, present),
+        None if bound is None else _results(call, bound, operands, present),
+        coordinate,
     )
+
+
+def _results(
+    call: Call, bound: Bound, operands: Sequence[int | None], specs: Sequence[Spec]
+) -> tuple[Result | None, ...] | None:
+    if not has_law(call.op) or not all(spec.meta.is_packed for spec in specs):
+        return None
+    places = {
+        names[0]: place
+        for names, place in _placed(bound.inputs, operands)
+        if len(names) == 1 and names[0] not in bound.equation.whole
+    }
+    results: list[Result | None] = []
+    for meta, pattern in zip(call.outputs, bound.outputs, strict=True):
+        if meta is None or pattern is None:
+            results.append(None)
+        elif not meta.is_packed or any(names and (len(names) > 1 or names[0] not in places) for names in pattern):
+            return None
+        else:
+            shape = tuple([places[names[0]] if names else None for names in pattern])
+            like = next((place for place, spec in enumerate(specs) if spec.meta is meta and _is_own(shape, place)), None)
+            results.append((shape, meta.dtype) if like is None else like)
+    return tuple(results)
+
+
+def _is_own(shape: tuple[tuple[int, int] | None, ...], tensor: int) -> bool:
+    """Whether these are the dims of a tensor, or those that must have the sizes of them."""
+    return all(place is None or place == (tensor, dim) for dim, place in enumerate(shape))
+
+
+def _sized(dims: Dims, specs: Sequence[Spec]) -> Sized:
+    return tuple((tensor, dim, specs[tensor].shape[dim]) for tensor, dim in dims)
 
 
 def _dims(bound: Bound, operands: Sequence[int | None]) -> tuple[tuple[Dims, ...], Dims]:

@@ -16,16 +16,17 @@ import torch
 from shardwise.errors import InplaceError, MixedTensorError, PlacementError, WorldError, message
 from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import current_world
+from shardwise.redistribute.planner import plan
 from shardwise.redistribute.steps import Step
 from shardwise.rules.foreach import foreach_base, foreach_entries, foreach_position
-from shardwise.rules.rule import resolve
+from shardwise.rules.rule import Placing, resolve
 from shardwise.rules.table import lookup, make_call
 from shardwise.sharding.placement import Replicate
 from shardwise.sharding.spec import Spec, TensorMeta
 from shardwise.tensor.bindings import direct
 from shardwise.tensor.metas import output_metas
 from shardwise.tensor.outline import Outline
-from shardwise.tensor.propagate import Asked, Op, OpPlan, planned, propagate
+from shardwise.tensor.propagate import Asked, Op, OpPlan, propagate
 from shardwise.tensor.rng import draws, plan_random
 from shardwise.tensor.signature import Signature, signature
 
@@ -66,6 +67,24 @@ class Ready:
     in_place: bool = False
     views: bool = False
     outline: Outline | None = None
+
+    def again(self, local: Callable[..., Any], moves: tuple[Move, ...], outputs: tuple[Spec | None, ...]) -> Ready:
+        """The same for a call of other sizes."""
+        wraps = None if self.wraps is None else outputs[0]
+        return Ready(
+            local,
+            moves,
+            outputs,
+            self.returns,
+            self.written,
+            self.normalized,
+            wraps=wraps,
+            relabels=self.relabels,
+            tail=self.tail,
+            row_major=None if wraps is None or self.views else wraps.meta.row_major,
+            in_place=self.in_place,
+            views=self.views,
+        )
 
 
 def prepare(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., Ready]) -> Ready:
@@ -111,39 +130,55 @@ def _in_key_order(kind: Any, args: Args, kwargs: Kwargs, places: Sequence[Place]
     )
 
 
-def fitted(outline: Outline, kind: Any, op: Op, args: Args, kwargs: Kwargs, specs: Sequence[Spec]) -> Ready | None:
-    """What is ready for a call with the distributed tensors ``specs`` by ``outline``; None if it is not its plan."""
-    if not outline.fits(specs):
+def fitted(known: Ready, kind: Any, op: Op, args: Args, kwargs: Kwargs, specs: Sequence[Spec]) -> Ready | None:
+    """What is ready for a call with the distributed tensors ``specs``, by that of a call like it, ``known``.
+
+    None if it is not its plan.
+    """
+    outline = known.outline
+    if outline is None or not outline.fits(specs):
         return None
+    told = outline.is_told(specs)
+    outputs = outline.outputs(specs) if told and outline.local is None else None
+    if outputs is not None:
+        return known.again(known.local, _moved(known, specs), outputs)
     given, named = _metas(args, kind), _metas(kwargs, kind)
-    metas, rule, call = output_metas(op, given, named), outline.rule, None
-    if rule.local is not None or not isinstance(rule.meaning, str):
+    metas, local, run = output_metas(op, given, named), outline.local, known.local
+    outputs = outline.placed(specs[0].mesh, metas)
+    if local is not None or not told:
         call = make_call(op, given, named, metas)
-        rule, meaning = resolve(rule, call)
-        if meaning != outline.meaning:
+        if not told:
+            rule, meaning = resolve(outline.rule, call)
+            if meaning != outline.meaning:
+                return None
+            local = rule.local
+        run = op if local is None else local(call, Placing(outline.targets(specs), outputs, outline.coordinate))
+        if known.normalized is (run is op):
             return None
-    mesh = specs[0].mesh
-    outputs = tuple(
-        [
-            None if meta is None or lying is None else Spec(mesh, lying, meta)
-            for meta, lying in zip(metas, outline.placements, strict=True)
-        ]
+        run = run if known.normalized else known.local
+    if known.written and not (known.relabels or _keeps_shapes(known, args, kwargs, outputs)):
+        return None
+    return known.again(run, _moved(known, specs), outputs)
+
+
+def _moved(known: Ready, specs: Sequence[Spec]) -> tuple[Move, ...]:
+    outline = known.outline
+    if outline is None or not known.moves:
+        return ()
+    inputs = [None if place is None else specs[place] for place in outline.operands]
+    pairs = [
+        (source, target)
+        for source, target in zip(inputs, outline.targets(specs), strict=True)
+        if source is not None and target is not None and source is not target
+    ]
+    return tuple(
+        (place, source, plan(source, target)) for (place, _, _), (source, target) in zip(known.moves, pairs, strict=True)
     )
-    inputs = tuple([None if place is None else specs[place] for place in outline.operands])
-    asked, traits = Asked(op, given, named, inputs, mesh, mesh.get_coordinate()), signature(op)
-    targets = (
-        inputs
-        if not outline.moves
-        else tuple(
-            spec if spec is None or goal is None else spec.with_placements(goal)
-            for spec, goal in zip(inputs, outline.goals, strict=True)
-        )
-    )
-    plan = planned(asked, call, rule.local, targets, outputs)
-    places = list(places_of(op, traits, args, kwargs)) if traits.written or plan.moves else []
-    if traits.written and not traits.relabels:
-        _check_written(asked, plan, traits)
-    return _ready(plan, traits, places, asked, args, kwargs)
+
+
+def _keeps_shapes(known: Ready, args: Args, kwargs: Kwargs, outputs: tuple[Spec | None, ...]) -> bool:
+    pairs = zip(known.written, outputs, strict=False)
+    return all(output is None or _operand(args, kwargs, place).shape == output.shape for place, output in pairs)
 
 
 def reads_no_numbers(op: Op) -> bool:

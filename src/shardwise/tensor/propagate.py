@@ -19,7 +19,7 @@ from shardwise.redistribute.planner import plan, price, rough
 from shardwise.redistribute.steps import Step
 from shardwise.rules.equation import Sizes, Strategy
 from shardwise.rules.images import Image, Joining
-from shardwise.rules.rule import Call, Choices, Local, Placing, Rule, called, choices, resolve
+from shardwise.rules.rule import Call, Choices, Placing, Rule, called, choices, resolve
 from shardwise.rules.table import lookup, make_call, out_of_place, written_out
 from shardwise.sharding.placement import Cut, Owned, Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta
@@ -126,7 +126,8 @@ def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
     made = _plan(asked, call, ways, chosen, targets)
     if whole or asked.coordinate is None or (made.moves and _moves_by_size(asked, call, rule)):
         return made
-    return replace(made, outline=outline_of(given, meaning, ways, chosen, asked.specs, targets, made.outputs))
+    outline = outline_of(given, call, meaning, ways, chosen, asked.coordinate, asked.specs, targets, made.outputs)
+    return replace(made, outline=outline)
 
 
 def _reducing(asked: Asked) -> Callable[..., object] | None:
@@ -424,17 +425,6 @@ def _plan(asked: Asked, call: Call, ways: Choices, chosen: list[Strategy], targe
         None if meta is None else Spec(asked.mesh, _column([way.outputs for way in chosen], place, ()), meta)
         for place, meta in enumerate(call.outputs)
     )
-    return planned(asked, call, ways.local, targets, outputs)
-
-
-def planned(
-    asked: Asked,
-    call: Call | None,
-    own: Local | None,
-    targets: tuple[Spec | None, ...],
-    outputs: tuple[Spec | None, ...],
-) -> OpPlan:
-    """The plan of a call whose operands are to lie as ``targets``, run by the operator or by its ``own`` local call."""
     moves = tuple(
         [
             Move(operand, source, plan(source, target))
@@ -442,10 +432,9 @@ def planned(
             if source is not None and target is not None and source is not target
         ]
     )
-    if own is None or asked.coordinate is None:
+    if ways.local is None or asked.coordinate is None:
         return OpPlan(asked.op, moves, outputs)
-    assert call is not None, asked
-    local = own(call, Placing(targets, outputs, asked.coordinate))
+    local = ways.local(call, Placing(targets, outputs, asked.coordinate))
     return OpPlan(local, moves, outputs, normalized=local is not asked.op)
 
 
