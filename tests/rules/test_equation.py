@@ -33,6 +33,12 @@ def test_nothing_on_the_right_is_one_tensor_without_dims() -> None:
     assert parse("-> a").operands == ()
 
 
+def test_a_number_is_a_factor_of_that_size_whole() -> None:
+    cut, strided = (S0, S0), StridedShard(0, 2)
+    assert strategies("same(a b, a b) -> (2 a) b", [(4, 3), (4, 3)], [(8, 3)]) >= {(cut, (strided,))}
+    assert strategies("a -> (1 a)", [(4,)], [(4,)]) >= {((S0,), (S0,))}
+
+
 @pytest.mark.parametrize(
     "text", ["a b", "a -> b -> c", "a [b -> a", "(a b -> a", "a ? b -> a", "a -> b * c", "a -> / b"]
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, sim
+from shardwise import DTensor, Partial, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh, sim
 from shardwise.comm import wire
 
 S0, S1, S2, S3, R, SUM = Shard(0), Shard(1), Shard(2), Shard(3), Replicate(), Partial()
@@ -81,6 +81,7 @@ TABLE = {
         [((S0, R), S0), ((S1, S1), S1)],
     ),
     "cat": (lambda x, y: torch.cat([x, y], 1), [X, Y], [((S0, S0), S0), ((SUM, SUM), SUM)]),
+    "cat of what is cut": (lambda x, y: torch.cat([x, y]), [X, Y], [((S0, S0), StridedShard(0, 2))]),
     "stack": (lambda x, y: torch.stack([x, y]), [X, Y], [((S0, S0), S1), ((SUM, SUM), SUM)]),
     "split": (lambda x: x.split(2, 1)[0], [X], [((S0,), S0), ((SUM,), SUM)]),
     "slice": (lambda x: x[:, 1:3], [X], [((S0,), S0), ((SUM,), SUM)]),

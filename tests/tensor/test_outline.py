@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 
@@ -121,3 +122,32 @@ def test_a_likeness_says_nothing_of_sizes_but_one_and_none() -> None:
         assert current_world().size == 1
 
     sim.run(program, 1)
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_an_outline_makes_ready_what_is_made_from_nothing(name, monkeypatch) -> None:
+    """But for what is local to a size: functions made for it are told apart by what they are made of."""
+    by_outline = []
+    fitted = dispatch.fitted
+
+    def compared(known, kind, op, args, kwargs, specs):
+        ready = fitted(known, kind, op, args, kwargs, specs)
+        if ready is not None:
+            fresh = dispatch.prepare(kind, op, args, kwargs, lambda *entry: dispatch.ready_for(kind, *entry))
+            by_outline.append(op)
+            for field in dataclasses.fields(ready):
+                if field.name not in ("outline", "local"):
+                    assert getattr(ready, field.name) == getattr(fresh, field.name), (op, field.name)
+            assert (ready.local is fresh.local) is not ready.normalized, op
+        return ready
+
+    monkeypatch.setattr(dispatch, "fitted", compared)
+
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        for placements in LYING:
+            for rows in (16, 17, 20, 21):
+                PROGRAMS[name](*(lay(torch.randn(rows, 6), mesh, placements) for _ in range(2)))
+
+    sim.run(program, 4)
+    assert by_outline or dispatch.PLANS == 0 or name == "flattened"  # all of its sizes are part of one

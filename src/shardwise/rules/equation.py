@@ -5,6 +5,7 @@
     m k * k n -> m n        names may be sharded; a name missing on the right is contracted (a pending sum)
     [d]                     the op needs this dim whole on every rank
     (a b) -> a b            composed dims: views
+    a -> (2 a)              a number: a factor of that size, whole
     ...                     broadcast dims, aligned right
     1                       a dim of size one
     _                       a tensor of any shape, whole: the same on every rank, never pending
@@ -37,7 +38,7 @@ Pattern = tuple[Dim, ...]
 ELLIPSIS: Dim = ("...",)
 APART: Pattern = (("_",),)
 
-TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*|1|[\[\]()*/+,])")
+TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*|\d+|[\[\]()*/+,])")
 WRAPPED = re.compile(r"\s*(f|up|down|\+|-|same|like)\((.*)\)\s*$", re.DOTALL)
 RISING, FALLING, LINEAR = ("up", "+"), ("down", "-"), ("linear", "+", "-")
 SWAPPED = {"max": "min", "min": "max"}
@@ -130,7 +131,7 @@ def _side(body: str, whole: set[str], text: str) -> tuple[tuple[Pattern, ...], l
                 patterns[-1].append(() if token == "1" else (token,))
             elif token != "1":
                 composed.append(token)
-            if bracket and token != "1":
+            if (bracket or token.isdigit()) and token != "1":
                 whole.add(token)
     if bracket or composed is not None:
         raise _bad(text, "a closing bracket")
@@ -372,7 +373,7 @@ def _fill(equation: Equation, pattern: Pattern, shape: tuple[int, ...]) -> Patte
 def _sizes(
     equation: Equation, patterns: Sequence[Pattern | None], shapes: Sequence[tuple[int, ...] | None]
 ) -> dict[str, Size]:
-    found: dict[str, int] = {}
+    found = {name: int(name) for name in equation.whole if name.isdigit()}
     composed: list[tuple[Dim, int]] = []
     for pattern, shape in zip(patterns, shapes, strict=True):
         for names, size in zip(pattern or (), shape or (), strict=True):

@@ -206,7 +206,12 @@ def rot90(x: TensorMeta, k: int, dims: Sizes) -> str:
 
 def cat(tensors: Sequence[TensorMeta], dim: int = 0) -> str:
     ndim = max(len(x.shape) for x in tensors)
-    along_dim = [f"[{name}]" if at == dim % ndim else name for at, name in enumerate(named(ndim))]
+    dim = wrap(dim, ndim)
+    names, first = named(ndim), tensors[0]
+    if len(tensors) > 1 and all(len(x.shape) == ndim and x.shape[dim] == first.shape[dim] != 0 for x in tensors):
+        joined = [f"({len(tensors)} {name})" if at == dim else name for at, name in enumerate(names)]
+        return same([names] * len(tensors), [joined])
+    along_dim = [f"[{name}]" if at == dim else name for at, name in enumerate(names)]
     # A tensor of shape (0,) may be joined to anything.
     inputs = [["[nothing]"] if x.shape == (0,) and ndim > 1 else along_dim for x in tensors]
     return same(inputs, [along_dim])

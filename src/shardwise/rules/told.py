@@ -1,7 +1,7 @@
 """Which sizes the meaning of a call was told from, so that it need not be asked again where only others changed.
 
-A meaning that is a function is asked once more with sizes that note when they are looked at. To see that one of two
-and more is not 0 or 1 is no look: calls that differ there are different calls.
+A meaning that is a function is asked once more with sizes that note when they are looked at. Sizes 0 and 1 do not:
+calls that differ there are different calls. So to see that another size is neither is no look.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ STRIDES = -1  # in place of a dim: the strides, which no place of a size stands 
 
 
 class Noted:
-    """A size that writes down its place when it is looked at."""
+    """A size of two or more that writes down its place when it is looked at."""
 
-    __slots__ = ("_value", "_place", "_looked")
+    __slots__ = ("_looked", "_place", "_value")
 
     def __init__(self, value: int, place: Place, looked: set[Place]) -> None:
         self._value, self._place, self._looked = value, place, looked
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return int
 
     def __index__(self) -> int:
@@ -59,22 +59,22 @@ def _comparing(act: Callable[..., object], few: tuple[int, ...]) -> Callable[[No
     look = _looking(act)
 
     def compare(self: Noted, other: object) -> object:
-        if self is other or (type(other) is int and other in few and self._value > 1):
-            return act(self._value, self._value if self is other else other)
-        return look(self, other)
+        return act(self._value, other) if type(other) is int and other in few else look(self, other)
 
     return compare
 
 
-for _name in ("eq", "ne", "ge", "lt"):  # against 0, 1 and 2 that is known of any size of two and more, or all but
-    setattr(Noted, f"__{_name}__", _comparing(getattr(operator, _name), (0, 1, 2) if _name in ("ge", "lt") else (0, 1)))
-for _name in ("gt", "le"):
-    setattr(Noted, f"__{_name}__", _comparing(getattr(operator, _name), (0, 1)))
+def _of_itself(act: Callable[..., object]) -> Callable[[Noted], object]:
+    return lambda self: act(self.__index__())
+
+
+for _name in ("eq", "ne", "gt", "ge", "lt", "le"):
+    setattr(Noted, f"__{_name}__", _comparing(getattr(operator, _name), (-1, 0, 1)))
 for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow"):
     setattr(Noted, f"__{_name}__", _looking(getattr(operator, _name)))
     setattr(Noted, f"__r{_name}__", _looking(getattr(operator, _name), turned=True))
 for _name in ("neg", "pos", "abs"):
-    setattr(Noted, f"__{_name}__", lambda self, act=getattr(operator, _name): act(self.__index__()))
+    setattr(Noted, f"__{_name}__", _of_itself(getattr(operator, _name)))
 
 
 def told_from(rule: Rule, call: Call, meaning: str | Strategies) -> tuple[Place, ...] | None:
@@ -109,7 +109,7 @@ def _noted(args: tuple[object, ...] | list[object], count: Iterator[int], looked
 def _meta(meta: TensorMeta, tensor: int, looked: set[Place]) -> TensorMeta:
     made: TensorMeta = object.__new__(TensorMeta)  # no value: it equals nothing
     fields = {
-        "shape": tuple(Noted(size, (tensor, dim), looked) for dim, size in enumerate(meta.shape)),
+        "shape": tuple(size if size < 2 else Noted(size, (tensor, dim), looked) for dim, size in enumerate(meta.shape)),
         "stride": tuple(Noted(step, (tensor, STRIDES), looked) for step in meta.stride),
         "dtype": meta.dtype,
     }

@@ -47,9 +47,10 @@ VIEWS_MAY_MOVE = "views may move"  # said by a rank of a call in which nobody se
 class Plans(dict[Any, Ready]):
     """What a rank remembers of the calls that it has made.
 
-    Beside the plans, by operator, specs and static arguments: ``outlines``, those with an outline, by what calls of other
-    sizes have in common with them; ``loose`` says of which operators the floats do not matter. Plans are kept in two generations,
-    so that those not used for long are dropped: when there are many, all become ``elder``, and the elder ones go.
+    Beside the plans, by operator, specs and static arguments: ``outlines``, those with an outline, by what calls of
+    other sizes have in common with them; ``loose`` says of which operators the floats do not matter. Plans are kept in
+    two generations, so that those not used for long are dropped: when there are many, all become ``elder``, and the
+    elder ones go.
     """
 
     __slots__ = ("__weakref__", "elder", "loose", "outlines")

@@ -4,10 +4,10 @@ Calls are alike if they differ in nothing but the sizes of dims of two elements 
 the plan of one, the calls like it have the same plan but for the metas of their results; if it moves something, those
 of about the same size have.
 
-The law: strategies come from the meaning, which is asked anew if it is a function, and from the names of dims. Sizes
-enter only where a name is part of a composed dim (those sizes are compared), where a dim has one element (that is part
-of what is alike), where two operands share a name (then they must share the size), and in prices, which are asked of
-rough sizes only.
+The law: strategies come from the meaning, which is asked anew if it was told from sizes that changed, and from names
+of dims. Sizes enter only where a name is part of a composed dim that is no multiple (those sizes are compared), where a
+dim has one element (that is part of what is alike), where two operands share a name (then they must share the size),
+and in prices, which are asked of rough sizes only.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class Outline:
         """Whether the meaning is known to be the same for ``specs``."""
         return self.told is not None and _have(specs, self.told)
 
-
     def targets(self, specs: Sequence[Spec]) -> tuple[Spec | None, ...]:
         """How the operands are to lie."""
         inputs = [None if place is None else specs[place] for place in self.operands]
@@ -97,7 +96,7 @@ class Outline:
 
     def outputs(self, specs: Sequence[Spec]) -> tuple[Spec | None, ...] | None:
         """How the results lie, if the shapes of the operands are all that there is to know."""
-        if self.results is None or not all([spec.meta.is_packed for spec in specs]):
+        if self.results is None or not all(spec.meta.is_packed for spec in specs):
             return None
         return tuple(
             [
@@ -117,10 +116,7 @@ def _lying(specs: Sequence[Spec], result: Result, placements: tuple[Placement, .
 
 
 def _have(specs: Sequence[Spec], sized: Sized) -> bool:
-    for tensor, dim, size in sized:
-        if specs[tensor].meta.shape[dim] != size:
-            return False
-    return True
+    return not sized or all(specs[tensor].meta.shape[dim] == size for tensor, dim, size in sized)
 
 
 def likeness(key: tuple[object, ...]) -> tuple[object, ...]:
@@ -193,7 +189,9 @@ def _results(
             return None
         else:
             shape = tuple([places[names[0]] if names else None for names in pattern])
-            like = next((place for place, spec in enumerate(specs) if spec.meta is meta and _is_own(shape, place)), None)
+            like = next(
+                (place for place, spec in enumerate(specs) if spec.meta is meta and _is_own(shape, place)), None
+            )
             results.append((shape, meta.dtype) if like is None else like)
     return tuple(results)
 
@@ -208,9 +206,8 @@ def _sized(dims: Dims, specs: Sequence[Spec]) -> Sized:
 
 
 def _dims(bound: Bound, operands: Sequence[int | None]) -> tuple[tuple[Dims, ...], Dims]:
-    composed = {
-        name for pattern in (*bound.inputs, *bound.outputs) for dim in pattern or () if len(dim) > 1 for name in dim
-    }
+    patterns = [pattern for pattern in (*bound.inputs, *bound.outputs) if pattern]
+    composed = {name for pattern in patterns for dim in pattern if not _is_multiple(dim) for name in dim}
     found: dict[str, list[tuple[int, int]]] = {}
     read = []
     for names, place in _placed(bound.inputs, operands):
@@ -219,6 +216,11 @@ def _dims(bound: Bound, operands: Sequence[int | None]) -> tuple[tuple[Dims, ...
         elif names and names[0] not in bound.equation.whole:
             found.setdefault(names[0], []).append(place)
     return tuple(tuple(places) for places in found.values() if len(places) > 1), tuple(read)
+
+
+def _is_multiple(dim: tuple[str, ...]) -> bool:
+    """Whether a dim is of one name, or so many times that: its size decides about nothing."""
+    return len(dim) < 2 or all(name.isdigit() for name in dim[:-1])
 
 
 def _placed(

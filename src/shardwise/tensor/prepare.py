@@ -171,9 +171,8 @@ def _moved(known: Ready, specs: Sequence[Spec]) -> tuple[Move, ...]:
         for source, target in zip(inputs, outline.targets(specs), strict=True)
         if source is not None and target is not None and source is not target
     ]
-    return tuple(
-        (place, source, plan(source, target)) for (place, _, _), (source, target) in zip(known.moves, pairs, strict=True)
-    )
+    places = [place for place, _, _ in known.moves]
+    return tuple((place, source, plan(source, target)) for place, (source, target) in zip(places, pairs, strict=True))
 
 
 def _keeps_shapes(known: Ready, args: Args, kwargs: Kwargs, outputs: tuple[Spec | None, ...]) -> bool:
