@@ -85,18 +85,18 @@ def _is_all(size: int, start: int | None, end: int | None, step: int) -> bool:
     return begins and (end is None or end >= size) and step == 1
 
 
-def slice_(x: TensorMeta, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> str:
+def slice_(
+    x: TensorMeta, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> str | Rule:
     if _is_all(x.shape[dim], start, end, step):
-        return "same(...) -> ..."
+        return Rule("same(...) -> ...", local=_all_local, image=slice_image)
     dims = along(x, [dim])
     return same([dims], [dims])
 
 
-def _slice_local(call: Call, placing: Placing) -> Run:
-    x, dim, start, end, step = call.args
-    if _is_all(x.shape[dim], start, end, step):
-        return lambda x, *_: call.op(x, dim, 0, END, 1)
-    return call.op
+def _all_local(call: Call, placing: Placing) -> Run:
+    dim = call.args[1]
+    return lambda x, *_: call.op(x, dim, 0, END, 1)
 
 
 def _slice_stride(size: int, start: int | None, end: int | None, step: int) -> Stride:
@@ -334,8 +334,8 @@ def constant_pad_nd(x: TensorMeta, pad: Sizes, value: float = 0) -> str:
 
 
 PARTS = {
-    "slice": Rule(slice_, local=_slice_local, image=slice_image),
-    "slice_copy": Rule(slice_, local=_slice_local, image=slice_image),
+    "slice": Rule(slice_, image=slice_image),
+    "slice_copy": Rule(slice_, image=slice_image),
     "select": Rule(select, image=select_image),
     "select_copy": Rule(select, image=select_image),
     "narrow_copy": narrow_copy,

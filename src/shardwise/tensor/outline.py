@@ -111,8 +111,11 @@ def _lying(specs: Sequence[Spec], result: Result, placements: tuple[Placement, .
         spec = specs[result]
         return spec if spec.placements == placements else Spec(spec.mesh, placements, spec.meta)
     shape, dtype = result
-    sizes = [1 if place is None else specs[place[0]].meta.shape[place[1]] for place in shape]
-    return Spec(specs[0].mesh, placements, TensorMeta.contiguous(sizes, dtype))
+    return Spec(specs[0].mesh, placements, TensorMeta.contiguous(_shape(shape, specs), dtype))
+
+
+def _shape(shape: tuple[tuple[int, int] | None, ...], specs: Sequence[Spec]) -> tuple[int, ...]:
+    return tuple([1 if place is None else specs[place[0]].meta.shape[place[1]] for place in shape])
 
 
 def _have(specs: Sequence[Spec], sized: Sized) -> bool:
@@ -176,11 +179,7 @@ def _results(
 ) -> tuple[Result | None, ...] | None:
     if not has_law(call.op) or not all(spec.meta.is_packed for spec in specs):
         return None
-    places = {
-        names[0]: place
-        for names, place in _placed(bound.inputs, operands)
-        if len(names) == 1 and names[0] not in bound.equation.whole
-    }
+    places = {names[0]: place for names, place in _placed(bound.inputs, operands) if len(names) == 1}
     results: list[Result | None] = []
     for meta, pattern in zip(call.outputs, bound.outputs, strict=True):
         if meta is None or pattern is None:
@@ -189,6 +188,8 @@ def _results(
             return None
         else:
             shape = tuple([places[names[0]] if names else None for names in pattern])
+            if meta.shape != _shape(shape, specs):  # a whole dim may have several sizes
+                return None
             like = next(
                 (place for place, spec in enumerate(specs) if spec.meta is meta and _is_own(shape, place)), None
             )
