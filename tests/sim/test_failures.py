@@ -279,3 +279,16 @@ def test_the_caller_can_break_off_a_run(to_the_process: bool) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(program, 2)
     assert run(dist.get_rank, 2) == [0, 1]
+
+
+def test_a_group_of_another_rank_is_refused() -> None:
+    names = []
+
+    def program() -> None:
+        names.append(dist.group.WORLD.group_name)
+        NATIVE.wait_tensor(NATIVE.all_reduce(torch.ones(2), "sum", names[0]))
+
+    with pytest.raises(RankError, match="rank 1") as caught:
+        run(program, 2)
+    assert isinstance(caught.value.__cause__, WorldError)
+    assert "a collective of rank 1 on a group of rank 0" in str(caught.value.__cause__)

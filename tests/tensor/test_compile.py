@@ -61,9 +61,10 @@ def drawn() -> dict[str, Tensor]:
     return {name: torch.randn(shape, dtype=torch.float64) for name, (_, shape, _) in PROGRAMS.items()}
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_made_and_moved(name: str) -> None:
-    sim.run(made_and_moved, 2, "eager", [name], drawn())
+def test_made_and_moved(name: str, backend: str) -> None:
+    sim.run(made_and_moved, 2, backend, [name], drawn())
 
 
 def parallel_layers(backend: str) -> None:
@@ -86,8 +87,9 @@ def parallel_layers(backend: str) -> None:
         torch.testing.assert_close(got.grad.full_tensor(), parameter.grad)
 
 
-def test_parallel_layers() -> None:
-    sim.run(parallel_layers, 2, "eager")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_parallel_layers(backend: str) -> None:
+    sim.run(parallel_layers, 2, backend)
 
 
 def everything(whole: dict[str, Tensor]) -> None:

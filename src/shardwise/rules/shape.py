@@ -85,9 +85,7 @@ def _is_all(size: int, start: int | None, end: int | None, step: int) -> bool:
     return begins and (end is None or end >= size) and step == 1
 
 
-def slice_(
-    x: TensorMeta, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> str | Rule:
+def slice_(x: TensorMeta, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> str | Rule:
     if _is_all(x.shape[dim], start, end, step):
         return Rule("same(...) -> ...", local=_all_local, image=slice_image)
     dims = along(x, [dim])

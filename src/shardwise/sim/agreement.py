@@ -51,7 +51,7 @@ class Agreements:
         return functools.partial(self._meet, rank)
 
     def _meet(self, rank: int, claim: Claim, timeout: float) -> Claims:
-        self._lockstep.launch()
+        self._lockstep.launch(rank)
         number = self._counts[rank, claim.ranks] = self._counts.get((rank, claim.ranks), -1) + 1
         here = self._at[rank] = self._rounds.setdefault((claim.ranks, number), Round(claim.ranks))
         here.waiting[rank] = claim

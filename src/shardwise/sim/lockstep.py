@@ -84,7 +84,7 @@ class Lockstep:
 
     def wait(self, rank: int, awaited: Awaited) -> None:
         """Block ``rank`` until ``awaited`` is done; the others run meanwhile."""
-        self.check()
+        self.check(rank)
         while not awaited.done:
             self._awaited[rank] = awaited
             following = self._next(rank)
@@ -97,7 +97,7 @@ class Lockstep:
 
     def give_way(self, rank: int, asked: Awaited) -> None:
         """Let the next rank that can go on have a turn, because ``rank`` asks whether ``asked`` is done."""
-        self.check()
+        self.check(rank)
         self._asked[rank] = asked
         self._asked_in_vain += 1
         if self._asked_in_vain > self.PATIENCE * len(self._alive):
@@ -109,9 +109,9 @@ class Lockstep:
             self.check()
         self._asked[rank] = None
 
-    def launch(self) -> None:
-        """Note that a rank launches something."""
-        self.check()
+    def launch(self, rank: int) -> None:
+        """Note that ``rank`` launches something."""
+        self.check(rank)
         self._asked_in_vain = 0
 
     def end(self, failure: BaseException) -> NoReturn:
@@ -120,14 +120,23 @@ class Lockstep:
             self.failure = failure
         raise Unwound
 
-    def check(self) -> None:
-        """Take the rank that has the turn out of its program if the run has ended."""
+    def check(self, rank: int | None = None) -> None:
+        """Take the rank that has the turn out of its program if the run has ended; refuse it the groups of ``rank``."""
         if self.failure is not None:
             raise Unwound
         if not self._open:
             raise WorldError(
                 message(
                     "the simulated run has ended", asked="a collective on one of its groups", do="call it in the run"
+                )
+            )
+        if rank is not None and rank != self.running:
+            raise WorldError(
+                message(
+                    "a process group belongs to one rank, and this is another's",
+                    asked=f"a collective of rank {self.running} on a group of rank {rank}",
+                    do="look the group up in each rank; a compiled function without DTensors among its inputs is shared"
+                    " by the ranks: compile it in each, after torch.compiler.reset()",
                 )
             )
 

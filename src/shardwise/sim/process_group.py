@@ -248,7 +248,7 @@ class SimulatedGroup(_Base):  # type: ignore[misc]
         return self._launch(lambda: self.channel.call(request), outputs)
 
     def _launch(self, join: Callable[[], Meeting], outputs: Tensors) -> SimulatedWork:
-        self.lockstep.launch()
+        self.lockstep.launch(self.world_rank)
         try:
             meeting = join()
         except CollectiveMismatchError as error:

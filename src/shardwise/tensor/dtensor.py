@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from shardwise.errors import PlacementError, RedistributeError, RuleError, message
 from shardwise.mesh.mesh import DeviceMesh, current_mesh
+from shardwise.mesh.world import current_world
 from shardwise.redistribute import execute
 from shardwise.redistribute.planner import plan
 from shardwise.redistribute.transfer import transfer
@@ -241,20 +242,23 @@ class DTensor(torch.Tensor):
             f"DTensor({self._spec}, local={self._local_tensor}, device_mesh={self._spec.mesh}, placements=({places}))"
         )
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Spec, bool]]:
-        return ["_local_tensor"], (self._spec, self.requires_grad)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Spec, bool, int]]:
+        # What is compiled for a rank is not for another one: they may be threads of one process.
+        return ["_local_tensor"], (self._spec, self.requires_grad, current_world().rank)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], context: tuple[Spec, bool], size: Any, stride: Any
+        inner: dict[str, torch.Tensor], context: tuple[Spec, bool, int], size: Any, stride: Any
     ) -> DTensor:
-        spec, requires_grad = context
+        spec, requires_grad, _ = context
         return DTensor._wrap(inner["_local_tensor"], spec, requires_grad)
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         return self.redistribute(placements=self._spec.gradient_placements)
 
-    def __coerce_same_metadata_as_tangent__(self, context: tuple[Spec, bool], expected_type: Any = None) -> DTensor:
+    def __coerce_same_metadata_as_tangent__(
+        self, context: tuple[Spec, bool, int], expected_type: Any = None
+    ) -> DTensor:
         return self.redistribute(placements=context[0].placements)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
