@@ -85,7 +85,7 @@ LAYERS = [
     ["redistribute.transfer"],
     ["tensor.signature"],
     ["tensor.view_metas"],
-    ["tensor.metas"],
+    ["tensor.metas", "tensor.asked"],
     ["tensor.outline"],
     ["tensor.relabel"],
     ["tensor.propagate"],

@@ -15,10 +15,10 @@ from shardwise.rules.rule import resolve
 from shardwise.rules.table import foreach_base, lookup, make_call
 from shardwise.sharding.spec import Spec
 from shardwise.tensor import dispatch
+from shardwise.tensor.asked import Asked, Op
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.metas import output_metas
 from shardwise.tensor.prepare import Ready, ask, in_schema_order, places_of
-from shardwise.tensor.propagate import Asked, Op
 from shardwise.tensor.signature import signature
 
 __all__ = ["explain", "explanation"]

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterator
 
 from shardwise.errors import ShardwiseError
-from shardwise.rules.rule import Call, Rule, Strategies, resolve
+from shardwise.rules.rule import Call, Rule, resolve
 from shardwise.sharding.spec import TensorMeta
 
 Place = tuple[int, int]
@@ -77,7 +77,7 @@ for _name in ("neg", "pos", "abs"):
     setattr(Noted, f"__{_name}__", _of_itself(getattr(operator, _name)))
 
 
-def told_from(rule: Rule, call: Call, meaning: str | Strategies) -> tuple[Place, ...] | None:
+def told_from(rule: Rule, call: Call, meaning: object) -> tuple[Place, ...] | None:
     """The (tensor, dim) of the sizes that ``rule`` looked at to say ``meaning`` of ``call``; None if that is not known.
 
     Tensors are counted as they stand among the arguments.

@@ -7,6 +7,7 @@ makes one. So the class and the dispatcher do not import each other.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
@@ -22,6 +23,7 @@ from shardwise.rules.foreach import foreach_base, foreach_entries
 from shardwise.rules.table import void_when_rules_change
 from shardwise.sharding.placement import Replicate
 from shardwise.sharding.spec import Spec, TensorMeta
+from shardwise.tensor.asked import Op, roughened
 from shardwise.tensor.explicit import forbid
 from shardwise.tensor.outline import likeness, roughly
 from shardwise.tensor.prepare import (
@@ -35,7 +37,6 @@ from shardwise.tensor.prepare import (
     prepare,
     reads_no_numbers,
 )
-from shardwise.tensor.propagate import Op
 
 # How many plans a rank remembers; with SHARDWISE_CACHE=0 in the environment, none.
 PLANS = 0 if os.environ.get("SHARDWISE_CACHE") == "0" else 16384
@@ -190,7 +191,8 @@ def _prepared(plans: Plans, key: Any, kind: Any, op: Op, args: Args, kwargs: Kwa
     if kept is not None:
         plans.remember(key, kept)
         return kept
-    alike = likeness(key)
+    rough = roughened(op, args)
+    alike = likeness(key if rough is args else _key(kind, op, rough, kwargs))
     specs = [item for item in key if item.__class__ is Spec]
     known = plans.outlines.get(alike) or plans.outlines.get(roughly(alike, specs))
     ready = None if known is None else fitted(known, kind, op, args, kwargs, specs)
@@ -203,9 +205,7 @@ def _prepared(plans: Plans, key: Any, kind: Any, op: Op, args: Args, kwargs: Kwa
     return ready
 
 
-def ready_for(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Ready:
-    """What is ready for a call: remembered, or prepared now."""
-    plans = _plans()
+def _key(kind: Any, op: Op, args: Sequence[Any], kwargs: Kwargs) -> tuple[Any, ...]:
     loose = reads_no_numbers(op)
     key: list[Any] = [op._op, torch.get_default_dtype()]
     for argument in args:
@@ -213,7 +213,13 @@ def ready_for(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Ready:
     for name, argument in kwargs.items():
         key.append(name)
         _local(argument, kind, key, loose)
-    exact = tuple(key)
+    return tuple(key)
+
+
+def ready_for(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Ready:
+    """What is ready for a call: remembered, or prepared now."""
+    plans = _plans()
+    exact = _key(kind, op, args, kwargs)
     ready = plans.get(exact)
     return _prepared(plans, exact, kind, op, args, kwargs) if ready is None else ready
 

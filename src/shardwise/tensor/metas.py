@@ -37,11 +37,6 @@ def output_metas(op: Op, args: Args, kwargs: Kwargs) -> Metas:
     return ask_torch(op, args, kwargs) if found is None else found
 
 
-def has_law(op: Op) -> bool:
-    """Whether packed operands make packed results, whose dtypes no size of two and more decides about."""
-    return op not in VIEWS and (op in LAWS or torch.Tag.pointwise in op.tags)
-
-
 def ask_torch(op: Op, args: Args, kwargs: Kwargs) -> Metas:
     """The same by torch's own meta kernels, mended where they forget in which order dims lie in memory."""
     given = {name: _meta(argument) for name, argument in kwargs.items()}
@@ -310,6 +305,31 @@ def _nll_loss(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
     return (TensorMeta.contiguous(rows, scores.dtype) if reduction == 0 else scalar), scalar
 
 
+def _loss(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
+    """The losses of all elements, or one number."""
+    whole, place = _pointwise(op, args, kwargs), signature(op).names.index("reduction")
+    if whole is None or whole[0] is None:
+        return None
+    reduction = args[place] if len(args) > place else kwargs.get("reduction", 1)
+    return whole if reduction == 0 else (TensorMeta.contiguous((), whole[0].dtype),)
+
+
+def _gather(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
+    own, index = args[0], args[2]
+    if not isinstance(own, TensorMeta) or not isinstance(index, TensorMeta):
+        return None
+    return (TensorMeta.contiguous(index.shape, own.dtype),)
+
+
+def _group_norm(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
+    own, batch, groups = args[0], args[3], args[6]
+    dtype = _one_dtype(args)
+    if dtype is None or not isinstance(own, TensorMeta) or not isinstance(batch, int) or not isinstance(groups, int):
+        return None
+    statistics = TensorMeta.contiguous((batch, groups), dtype)
+    return own, statistics, statistics
+
+
 aten = torch.ops.aten
 MENDED: dict[Op, Callable[[Args, TensorMeta], TensorMeta]] = {
     aten.convolution.default: _convolved,
@@ -339,15 +359,23 @@ LAWS: dict[Op, Law] = {
     aten.bmm.default: _product,
     aten.cat.default: _cat,
     aten.embedding.default: _embedding,
+    aten.gather.default: _gather,
     aten.mean.dim: _reduction,
     aten.mm.default: _product,
+    aten.native_group_norm.default: _group_norm,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.nll_loss_forward.default: _nll_loss,
     aten.sum.dim_IntList: _reduction,
     **dict.fromkeys((aten._softmax.default, aten._log_softmax.default), _like_first),
     **dict.fromkeys((aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), _like_first),
-    **dict.fromkeys((aten.amax.default, aten.amin.default), _reduction),
+    **dict.fromkeys((aten.cumsum.default, aten.cumprod.default, aten.tril.default, aten.triu.default), _like_first),
+    **dict.fromkeys((aten.amax.default, aten.amin.default, aten.logsumexp.default), _reduction),
+    **dict.fromkeys((aten.mean.default, aten.sum.default, aten.any.default, aten.all.default), _reduction),
+    **dict.fromkeys((aten.any.dim, aten.all.dim), _reduction),
+    **dict.fromkeys((aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default), _loss),
+    **dict.fromkeys((aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default), _loss),
+    aten.soft_margin_loss.default: _loss,
     aten.multi_margin_loss_backward.default: lambda op, args, kwargs: _like_first(op, (args[1],), {}),
     aten.multilabel_margin_loss_backward.default: lambda op, args, kwargs: _like_first(op, (args[1],), {}),
     aten.nll_loss_backward.default: lambda op, args, kwargs: _like_first(op, (args[1],), kwargs),

@@ -20,15 +20,16 @@ import torch
 from shardwise.mesh.mesh import DeviceMesh
 from shardwise.redistribute.planner import rough_sizes
 from shardwise.rules.equation import Bound, Pattern, Strategy
-from shardwise.rules.rule import Call, Choices, Local, Rule, Strategies
+from shardwise.rules.rule import Call, Choices, Rule, Strategies
 from shardwise.rules.told import told_from
 from shardwise.sharding.placement import Placement
 from shardwise.sharding.spec import Spec, TensorMeta
-from shardwise.tensor.metas import has_law
+from shardwise.tensor.asked import Asked, Op, sizes_among
 
 Dims = tuple[tuple[int, int], ...]
 # A result like a tensor of the call; or (tensor, dim) for each of its dims, None for one of size 1, and its dtype.
 Result = int | tuple[tuple[tuple[int, int] | None, ...], torch.dtype]
+DECIDING = ("reduce", "pends", "contiguous", "out", "in_place")  # what of a rule its strategies depend on
 Sized = tuple[tuple[int, int, int], ...]  # (tensor, dim, size)
 
 
@@ -36,24 +37,27 @@ Sized = tuple[tuple[int, int, int], ...]  # (tensor, dim, size)
 class Outline:
     """A plan without sizes.
 
-    ``operands`` says for each operand which of the distributed tensors of the call it is; a dim is given as (one of
-    those tensors, its dim). ``rule`` and ``meaning`` are what the strategies came from, ``local`` the rule's own local
-    call; ``goals`` say how operands that move are to lie, ``placements`` how the results lie. The dims of each entry of
-    ``same`` agree; those of ``read`` have the sizes that come with them. If those of ``told`` have theirs, the meaning
-    is the same and need not be asked; None if it must be. ``results`` are the shapes and dtypes of packed results from
-    packed operands; None where torch, or a law, must be asked. The local call is that of the rank at ``coordinate``.
+    ``rule`` is the operator's, ``meant`` what it came to for the call. ``operands`` says for each operand which of the
+    distributed tensors of the call it is; a dim is given as (one of those tensors, its dim). ``goals`` say how operands
+    that move are to lie, ``placements`` how the results lie. The dims of each entry of ``same`` agree; those of
+    ``read`` have the sizes that come with them, or the strategies called ``labels`` are asked anew (None if they cannot
+    be). If those of ``told`` have theirs, and ``given`` are the sizes among the arguments, the meaning is the same and
+    need not be asked; it must be if ``told`` is None. ``results`` are the shapes and dtypes of packed results from
+    packed operands, with the sizes that those must have; None where torch, or a law, must be asked. The local call is
+    that of the rank at ``coordinate``.
     """
 
     rule: Rule
-    meaning: str | Strategies
-    local: Local | None
+    meant: Rule
     operands: tuple[int | None, ...]
     goals: tuple[tuple[Placement, ...] | None, ...]
     placements: tuple[tuple[Placement, ...] | None, ...]
     same: tuple[Dims, ...]
     read: Sized
+    labels: tuple[str, ...] | None
     told: Sized | None
-    results: tuple[Result | None, ...] | None
+    given: tuple[object, ...]
+    results: tuple[tuple[Result | None, ...], Sized] | None
     coordinate: tuple[int, ...]
 
     @property
@@ -69,11 +73,22 @@ class Outline:
             for tensor, dim in dims[1:]:
                 if specs[tensor].meta.shape[dim] != size:
                     return False
+        return True
+
+    def has_sizes(self, specs: Sequence[Spec]) -> bool:
+        """Whether the sizes that are part of composed dims are those of this outline."""
         return _have(specs, self.read)
 
-    def is_told(self, specs: Sequence[Spec]) -> bool:
-        """Whether the meaning is known to be the same for ``specs``."""
-        return self.told is not None and _have(specs, self.told)
+    def is_told(self, op: Op, args: Sequence[object], specs: Sequence[Spec]) -> bool:
+        """Whether the meaning is known to be the same."""
+        if self.told is None or not _have(specs, self.told):
+            return False
+        return not self.given or self.given == sizes_among(op, args)
+
+    def is_meant(self, rule: Rule, meaning: str | Strategies) -> bool:
+        """Whether a call whose rule came to this has the strategies of this one."""
+        own = self.meant
+        return meaning == own.meaning and all(getattr(rule, name) == getattr(own, name) for name in DECIDING)
 
     def targets(self, specs: Sequence[Spec]) -> tuple[Spec | None, ...]:
         """How the operands are to lie."""
@@ -96,12 +111,15 @@ class Outline:
 
     def outputs(self, specs: Sequence[Spec]) -> tuple[Spec | None, ...] | None:
         """How the results lie, if the shapes of the operands are all that there is to know."""
-        if self.results is None or not all(spec.meta.is_packed for spec in specs):
+        if self.results is None:
+            return None
+        results, sizes = self.results
+        if not _have(specs, sizes) or not all(spec.meta.is_packed for spec in specs):
             return None
         return tuple(
             [
                 None if result is None or lying is None else _lying(specs, result, lying)
-                for result, lying in zip(self.results, self.placements, strict=True)
+                for result, lying in zip(results, self.placements, strict=True)
             ]
         )
 
@@ -137,29 +155,27 @@ def roughly(alike: tuple[object, ...], specs: Sequence[Spec]) -> tuple[object, .
 
 
 def outline_of(
+    asked: Asked,
     rule: Rule,
+    meant: Rule,
     call: Call,
-    meaning: str | Strategies,
     ways: Choices,
-    chosen: Sequence[Strategy],
-    coordinate: tuple[int, ...],
-    specs: Sequence[Spec | None],
+    chosen: Sequence[tuple[str, Strategy]],
     targets: Sequence[Spec | None],
     outputs: Sequence[Spec | None],
 ) -> Outline | None:
     """The outline of a plan; None where the ranks talk in the local call, which sizes decide about."""
-    bound = ways.bound
-    if bound is not None and any(strategy in ways.listed.values() for strategy in chosen):
+    bound, specs = ways.bound, asked.specs
+    if asked.coordinate is None or (bound and any(strategy in ways.listed.values() for _, strategy in chosen)):
         return None
     count = iter(range(len(specs)))
     operands = tuple(None if spec is None else next(count) for spec in specs)
     same, read = ((), ()) if bound is None else _dims(bound, operands)
     present = [spec for spec in specs if spec is not None]
-    told = told_from(rule, call, meaning)
+    told = told_from(rule, call, meant.meaning)
     return Outline(
         rule,
-        meaning,
-        ways.local,
+        meant,
         operands,
         tuple(
             None if target is None or target is spec else target.placements
@@ -168,33 +184,46 @@ def outline_of(
         tuple(None if spec is None else spec.placements for spec in outputs),
         same,
         _sized(read, present),
+        _labels(ways, chosen, asked) if read else None,
         None if told is None else _sized(told, present),
+        sizes_among(asked.op, asked.args),
         None if bound is None else _results(call, bound, operands, present),
-        coordinate,
+        asked.coordinate,
     )
+
+
+def _labels(ways: Choices, chosen: Sequence[tuple[str, Strategy]], asked: Asked) -> tuple[str, ...] | None:
+    """What the strategies are called, if those are what their names say and not made for how the operands lie."""
+    sizes = ways.sizes
+    for parts, (label, strategy) in zip(asked.mesh.shape, chosen, strict=True):
+        if ways.strategy(label, parts, sizes) != strategy:
+            return None
+        sizes = ways.after(label, parts, sizes)
+    return tuple(label for label, _ in chosen)
 
 
 def _results(
     call: Call, bound: Bound, operands: Sequence[int | None], specs: Sequence[Spec]
-) -> tuple[Result | None, ...] | None:
-    if not has_law(call.op) or not all(spec.meta.is_packed for spec in specs):
+) -> tuple[tuple[Result | None, ...], Sized] | None:
+    """The results by the names of their dims, and the sizes for which they are so: a whole dim may have several."""
+    if not all(spec.meta.is_packed for spec in specs):
         return None
-    places = {names[0]: place for names, place in _placed(bound.inputs, operands) if len(names) == 1}
+    places = {names: place for names, place in _placed(bound.inputs, operands) if names}
+    whole: set[tuple[int, int]] = set()
     results: list[Result | None] = []
     for meta, pattern in zip(call.outputs, bound.outputs, strict=True):
         if meta is None or pattern is None:
             results.append(None)
-        elif not meta.is_packed or any(names and (len(names) > 1 or names[0] not in places) for names in pattern):
+            continue
+        shape = tuple([places.get(names) for names in pattern])
+        if not meta.is_packed or meta.shape != _shape(shape, specs):
             return None
-        else:
-            shape = tuple([places[names[0]] if names else None for names in pattern])
-            if meta.shape != _shape(shape, specs):  # a whole dim may have several sizes
-                return None
-            like = next(
-                (place for place, spec in enumerate(specs) if spec.meta is meta and _is_own(shape, place)), None
-            )
-            results.append((shape, meta.dtype) if like is None else like)
-    return tuple(results)
+        whole.update(
+            place for names, place in places.items() if names in pattern and bound.equation.whole.intersection(names)
+        )
+        alike = (place for place, spec in enumerate(specs) if spec.meta is meta and _is_own(shape, place))
+        results.append(next(alike, (shape, meta.dtype)))
+    return tuple(results), _sized(tuple(sorted(whole)), specs)
 
 
 def _is_own(shape: tuple[tuple[int, int] | None, ...], tensor: int) -> bool:

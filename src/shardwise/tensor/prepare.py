@@ -23,10 +23,11 @@ from shardwise.rules.rule import Placing, resolve
 from shardwise.rules.table import lookup, make_call
 from shardwise.sharding.placement import Replicate
 from shardwise.sharding.spec import Spec, TensorMeta
+from shardwise.tensor.asked import Asked, Op
 from shardwise.tensor.bindings import direct
 from shardwise.tensor.metas import output_metas
 from shardwise.tensor.outline import Outline
-from shardwise.tensor.propagate import Asked, Op, OpPlan, propagate
+from shardwise.tensor.propagate import OpPlan, propagate, rebound
 from shardwise.tensor.rng import draws, plan_random
 from shardwise.tensor.signature import Signature, signature
 
@@ -138,32 +139,40 @@ def fitted(known: Ready, kind: Any, op: Op, args: Args, kwargs: Kwargs, specs: S
     outline = known.outline
     if outline is None or not outline.fits(specs):
         return None
-    told = outline.is_told(specs)
-    outputs = outline.outputs(specs) if told and outline.local is None else None
-    if outputs is not None:
-        return known.again(known.local, _moved(known, specs), outputs)
+    bound, local = outline.has_sizes(specs), outline.meant.local
+    told = bound and outline.is_told(op, args, specs)
+    outputs = outline.outputs(specs) if told else None
+    if outputs is not None and local is None:
+        return known.again(known.local, _moved(known, outline, specs), outputs)
+    if not bound and outline.labels is None:
+        return None
     given, named = _metas(args, kind), _metas(kwargs, kind)
-    metas, local, run = output_metas(op, given, named), outline.local, known.local
-    outputs = outline.placed(specs[0].mesh, metas)
+    metas = output_metas(op, given, named) if outputs is None else _metas_of(outputs)
+    run, call = known.local, None
     if local is not None or not told:
         call = make_call(op, given, named, metas)
         if not told:
             rule, meaning = resolve(outline.rule, call)
-            if meaning != outline.meaning:
+            if not outline.is_meant(rule, meaning):
                 return None
             local = rule.local
+        found = outline if bound else rebound(outline, call, specs)
+        if found is None:
+            return None
+        outline = found
+    outputs = outputs or outline.placed(specs[0].mesh, metas)
+    if call is not None:
         run = op if local is None else local(call, Placing(outline.targets(specs), outputs, outline.coordinate))
         if known.normalized is (run is op):
             return None
         run = run if known.normalized else known.local
     if known.written and not (known.relabels or _keeps_shapes(known, args, kwargs, outputs)):
         return None
-    return known.again(run, _moved(known, specs), outputs)
+    return known.again(run, _moved(known, outline, specs), outputs)
 
 
-def _moved(known: Ready, specs: Sequence[Spec]) -> tuple[Move, ...]:
-    outline = known.outline
-    if outline is None or not known.moves:
+def _moved(known: Ready, outline: Outline, specs: Sequence[Spec]) -> tuple[Move, ...]:
+    if not known.moves:
         return ()
     inputs = [None if place is None else specs[place] for place in outline.operands]
     pairs = [
@@ -173,6 +182,10 @@ def _moved(known: Ready, specs: Sequence[Spec]) -> tuple[Move, ...]:
     ]
     places = [place for place, _, _ in known.moves]
     return tuple((place, source, plan(source, target)) for place, (source, target) in zip(places, pairs, strict=True))
+
+
+def _metas_of(specs: Sequence[Spec | None]) -> tuple[TensorMeta | None, ...]:
+    return tuple([None if spec is None else spec.meta for spec in specs])
 
 
 def _keeps_shapes(known: Ready, args: Args, kwargs: Kwargs, outputs: tuple[Spec | None, ...]) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from shardwise.errors import InplaceError, RuleError, ViewError, message
-from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import current_world
 from shardwise.redistribute.planner import plan, price, rough
 from shardwise.redistribute.steps import Step
@@ -22,13 +21,13 @@ from shardwise.rules.images import Image, Joining
 from shardwise.rules.rule import Call, Choices, Placing, Rule, called, choices, resolve
 from shardwise.rules.table import lookup, make_call, out_of_place, written_out
 from shardwise.sharding.placement import Cut, Owned, Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
-from shardwise.sharding.spec import Spec, TensorMeta
+from shardwise.sharding.spec import Spec
+from shardwise.tensor.asked import Asked, Op
 from shardwise.tensor.metas import Metas, output_metas
 from shardwise.tensor.outline import Outline, outline_of
 from shardwise.tensor.relabel import joined, local_join, local_view, may_join, nearest, relabelled
 from shardwise.tensor.signature import Signature, signature
 
-Op = torch._ops.OpOverload
 Specs = Sequence[Spec | None]
 
 
@@ -61,32 +60,6 @@ class OpPlan:
     outline: Outline | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A call as propagation sees it: static arguments as they are, `TensorMeta` for tensors, their specs."""
-
-    op: Op
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    specs: tuple[Spec | None, ...]
-    mesh: DeviceMesh
-    coordinate: tuple[int, ...] | None
-
-    def __str__(self) -> str:
-        specs = iter([spec for spec in self.specs if spec is not None])
-
-        def text(argument: object) -> str:
-            if isinstance(argument, TensorMeta):
-                return repr(next(specs))
-            if isinstance(argument, (list, tuple)):
-                return "[" + ", ".join(text(item) for item in argument) + "]"
-            return repr(argument)
-
-        given = [text(argument) for argument in self.args]
-        given += [f"{name}={text(argument)}" for name, argument in self.kwargs.items()]
-        return f"{self.op}({', '.join(given)}) on {self.mesh}"
-
-
 def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
     """Plan a call (with ``whole``: on whole operands only).
 
@@ -105,7 +78,8 @@ def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
     rule, meaning = resolve(rule, call)
     if meaning == "":
         return OpPlan(asked.op, expand=rule.expand)
-    ways = choices(replace(rule, meaning=meaning), call)
+    meant = replace(rule, meaning=meaning)
+    ways = choices(meant, call)
     try:
         chosen = None
         if rule.image is not None and not (whole or traits.written):
@@ -126,8 +100,7 @@ def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
     made = _plan(asked, call, ways, chosen, targets)
     if whole or asked.coordinate is None or (made.moves and _moves_by_size(asked, call, rule)):
         return made
-    outline = outline_of(given, call, meaning, ways, chosen, asked.coordinate, asked.specs, targets, made.outputs)
-    return replace(made, outline=outline)
+    return replace(made, outline=outline_of(asked, given, meant, call, ways, chosen, targets, made.outputs))
 
 
 def _reducing(asked: Asked) -> Callable[..., object] | None:
@@ -255,12 +228,12 @@ def _sizes(spec: Spec, axis: int) -> tuple[int, ...]:
 
 def _choose(
     asked: Asked, traits: Signature, call: Call, ways: Choices, rule: Rule, whole: bool, free: bool = False
-) -> list[Strategy] | None:
+) -> list[Chosen] | None:
     """A strategy for each axis; None if an axis would need moves, and the rule has a way around (or ``free``)."""
     written, viewed = _operands_at(call, asked, traits.written), _operands_at(call, asked, traits.viewed)
     if traits.relabels:
         written, viewed = (), (0,)
-    chosen: list[Strategy] = []
+    chosen: list[Chosen] = []
     current = list(asked.specs)
     sizes = ways.sizes
     for axis, parts in enumerate(asked.mesh.shape):
@@ -275,7 +248,7 @@ def _choose(
             pick = _cheapest(allowed, current, axis, viewed)
         if pick is None:
             raise _refusal(asked, axis, all_ways, allowed, viewed)
-        chosen.append(pick[1])
+        chosen.append(pick)
         current = _after(current, axis, pick[1].inputs)
         sizes = ways.after(pick[0], parts, sizes)
     return chosen
@@ -411,18 +384,18 @@ def _after(current: Specs, axis: int, roles: Specs | tuple[Placement | None, ...
     ]
 
 
-def _targets(asked: Asked, chosen: list[Strategy]) -> tuple[Spec | None, ...]:
+def _targets(asked: Asked, chosen: list[Chosen]) -> tuple[Spec | None, ...]:
     """How the operands are to lie."""
-    inputs = [way.inputs for way in chosen]
+    inputs = [way.inputs for _, way in chosen]
     return tuple(
         None if spec is None else spec.with_placements(_column(inputs, operand, spec.placements))
         for operand, spec in enumerate(asked.specs)
     )
 
 
-def _plan(asked: Asked, call: Call, ways: Choices, chosen: list[Strategy], targets: tuple[Spec | None, ...]) -> OpPlan:
+def _plan(asked: Asked, call: Call, ways: Choices, chosen: list[Chosen], targets: tuple[Spec | None, ...]) -> OpPlan:
     outputs = tuple(
-        None if meta is None else Spec(asked.mesh, _column([way.outputs for way in chosen], place, ()), meta)
+        None if meta is None else Spec(asked.mesh, _column([way.outputs for _, way in chosen], place, ()), meta)
         for place, meta in enumerate(call.outputs)
     )
     moves = tuple(
@@ -436,6 +409,36 @@ def _plan(asked: Asked, call: Call, ways: Choices, chosen: list[Strategy], targe
         return OpPlan(asked.op, moves, outputs)
     local = ways.local(call, Placing(targets, outputs, asked.coordinate))
     return OpPlan(local, moves, outputs, normalized=local is not asked.op)
+
+
+def rebound(outline: Outline, call: Call, specs: Sequence[Spec]) -> Outline | None:
+    """``outline`` where a name of a composed dim has another size: by strategies of the same labels, if there are any.
+
+    None if there are not, or if they would move what stays in place by ``outline``, or let stay what moves.
+    """
+    ways = choices(outline.meant, call)
+    inputs = [None if place is None else specs[place] for place in outline.operands]
+    sizes, known, chosen = ways.sizes, ways.labels, []
+    for parts, label in zip(specs[0].mesh.shape, outline.labels or (), strict=True):
+        strategy = ways.strategy(label, parts, sizes) if label in known else None
+        if strategy is None:
+            return None
+        chosen.append(strategy)
+        sizes = ways.after(label, parts, sizes)
+    columns = [
+        _column([way.inputs for way in chosen], place, own.placements) if own else None
+        for place, own in enumerate(inputs)
+    ]
+    goals = tuple(
+        None if own is None or column == own.placements else column for own, column in zip(inputs, columns, strict=True)
+    )
+    if [goal is None for goal in goals] != [goal is None for goal in outline.goals]:
+        return None
+    placements = tuple(
+        None if lying is None else _column([way.outputs for way in chosen], place, ())
+        for place, lying in enumerate(outline.placements)
+    )
+    return replace(outline, goals=goals, placements=placements)
 
 
 def _column(

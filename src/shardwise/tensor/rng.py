@@ -24,7 +24,8 @@ from shardwise.redistribute import execute
 from shardwise.redistribute.planner import plan
 from shardwise.sharding.placement import Partial, Replicate
 from shardwise.sharding.spec import Spec
-from shardwise.tensor.propagate import Asked, OpPlan, propagate
+from shardwise.tensor.asked import Asked
+from shardwise.tensor.propagate import OpPlan, propagate
 from shardwise.tensor.signature import signature
 
 LIKE = ("rand_like", "randn_like", "randint_like")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 
 import torch
+
+SIZES = re.compile(r"SymInt(?:\[\d*\])?\?* (\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +18,7 @@ class Signature:
     ``names`` and ``defaults`` are those of all arguments in order; ``written`` the positions of the arguments that the
     operator writes to; ``viewed`` those that an output aliases without being written; ``returns`` is ``tensor``,
     ``tensors`` (a tuple), ``list``, ``other`` or ``nothing``; ``relabels`` is whether it changes the shape of its first
-    argument in place, writing no element.
+    argument in place, writing no element; ``sizes`` are the positions of sizes and indices, which may be symbols.
     """
 
     names: tuple[str, ...]
@@ -27,6 +30,7 @@ class Signature:
     is_random: bool
     is_composite: bool
     relabels: bool
+    sizes: tuple[int, ...]
 
     @property
     def is_view(self) -> bool:
@@ -45,8 +49,9 @@ def signature(op: torch._ops.OpOverload) -> Signature:
         for place, alias in enumerate(aliases)
         if alias is not None and not alias.is_write and (alias.before_set & returned or "*" in alias.after_set)
     )
+    names = tuple(argument.name for argument in schema.arguments)
     return Signature(
-        names=tuple(argument.name for argument in schema.arguments),
+        names=names,
         defaults=tuple(argument.default_value for argument in schema.arguments),
         positional=sum(not argument.kwarg_only for argument in schema.arguments),
         written=tuple(place for place, alias in enumerate(aliases) if alias is not None and alias.is_write),
@@ -55,6 +60,7 @@ def signature(op: torch._ops.OpOverload) -> Signature:
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         is_composite=op._can_decompose(),
         relabels=torch.Tag.inplace_view in op.tags,
+        sizes=tuple(names.index(name) for name in SIZES.findall(str(schema).partition("->")[0])),
     )
 
 
