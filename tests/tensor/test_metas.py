@@ -119,3 +119,13 @@ def test_no_dims_are_all_dims(function, keeps: bool) -> None:
                 torch.testing.assert_close(found.full_tensor(), want)
 
     sim.run(body, 2)
+
+
+@pytest.mark.parametrize("op", [torch.ops.aten.threshold_backward.default, torch.ops.aten.add.Tensor])
+def test_one_element_spread_over_all_has_no_order(op) -> None:
+    x = torch.randn(3, 4)
+    for spread in (torch.ones(()).expand(3, 4), torch.ones(1, 1).expand(3, 4), torch.ones(1, 4).expand(3, 4)):
+        for args in ((spread, x, 1), (x, spread, 1), (spread, x[:1], 1)):
+            given = args if op is torch.ops.aten.threshold_backward.default else args[:2]
+            metas = tree_map_only(torch.Tensor, TensorMeta.of, given)
+            assert output_metas(op, metas, {}) == (TensorMeta.of(op(*given)),), (given, op)

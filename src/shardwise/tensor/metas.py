@@ -109,7 +109,7 @@ def _iterated(args: Args, meta: TensorMeta) -> TensorMeta:
 
 
 def _pointwise(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
-    """One output, broadcast from contiguous operands one of which has its shape already: contiguous as well."""
+    """One output, broadcast from packed operands, one of which has its shape already: packed as well."""
     operands = [item for item in args if item.__class__ is TensorMeta]
     if kwargs:
         operands += [item for item in kwargs.values() if item.__class__ is TensorMeta]
@@ -117,15 +117,15 @@ def _pointwise(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
             return None
     if not operands or signature(op).returns != "tensor":
         return None
-    largest = operands[0]
+    largest = None
     for meta in operands:
-        if not meta.is_packed:
+        if meta.is_packed:
+            if largest is None or (meta.shape != largest.shape and _extent(meta) > _extent(largest)):
+                largest = meta
+        elif any(meta.stride):  # one element spread over all says nothing of an order
             return None
-        if meta.shape != largest.shape and (len(meta.shape), prod(meta.shape)) > (
-            len(largest.shape),
-            prod(largest.shape),
-        ):
-            largest = meta
+    if largest is None:
+        return None
     for meta in operands:
         if meta.shape != largest.shape and not _broadcasts(meta.shape, largest.shape):
             return None
