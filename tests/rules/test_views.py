@@ -98,7 +98,6 @@ def test_memory_beyond_the_tensor_is_refused() -> None:
 def test_as_strided_is_the_view_that_it_is() -> None:
     x = torch.arange(24.0).view(2, 3, 4)
     assert "S(1) -> S(2)" in claims(aten.as_strided.default, x, [4, 2, 3], [1, 12, 4])
-    assert "S(0) -> S(0)" in claims(aten.as_strided.default, x, [6, 4], [4, 1])
     for size, stride in (([4, 2, 3], [1, 12, 4]), ([6, 4], [4, 1])):
         assert problems(aten.as_strided.default, (x, size, stride), {}, sizes=(2, 3)) == []
 

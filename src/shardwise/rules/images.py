@@ -388,7 +388,32 @@ def rescaling(ndim: int, own: torch.dtype, dtype: torch.dtype) -> Image:
             return None
         return ((*part[:dim], tuple((start // after, stop // after) for start, stop in scaled)),)
 
-    return Image(frozenset({dim}), (_others(ndim, dim),), boxes, run, pends=own is dtype)
+    return Image(frozenset({dim}), (_others(ndim, dim),), boxes, run, pends=dtype in (own, own.to_real()))
+
+
+def pairing(ndim: int) -> Image:
+    """The image of complex numbers seen as pairs of real ones, in a dim of their own."""
+    kept = {dim: dim for dim in range(ndim)}
+
+    def boxes(part: Box) -> Boxes:
+        return ((*part, ((0, 2),)),)
+
+    return Image(frozenset(), (kept,), boxes, lambda x, part, results: [torch.view_as_real(x)])
+
+
+def unpairing(ndim: int) -> Image:
+    """The image of pairs of real numbers, in the last of ``ndim`` dims, seen as complex ones."""
+    dim = ndim - 1
+
+    def boxes(part: Box) -> Boxes | None:
+        return (part[:dim],) if part[dim] == ((0, 2),) else None
+
+    return Image(frozenset({dim}), (_others(ndim, dim),), boxes, lambda x, part, results: [torch.view_as_complex(x)])
+
+
+def emptied(ndim: int) -> Image:
+    """The image of a view that has no elements."""
+    return Image(frozenset(range(ndim)), ({},), lambda part: (None,), lambda x, part, results: [None])
 
 
 def shape_of(box: Box | None) -> tuple[int, ...]:

@@ -18,7 +18,10 @@ from shardwise.rules.images import (
     Stride,
     diagonal_scattering,
     diagonals,
+    emptied,
+    regrouping,
     scattering,
+    spreading,
     strides,
     window_scattering,
     windows,
@@ -51,6 +54,13 @@ def _repeat_local(call: Call, placing: Placing) -> Run:
     new = len(repeats) - len(x.shape)
     local = [*placing.output_shape()[:new], *repeats[new:]]
     return lambda x, *_: call.op(x, local)
+
+
+def repeat_image(x: TensorMeta, repeats: Sizes) -> Image | None:
+    new = len(repeats) - len(x.shape)
+    once = all(1 in pair for pair in zip(x.shape, repeats[new:], strict=True))
+    after = [size * times for size, times in zip([1] * new + list(x.shape), repeats, strict=True)]
+    return spreading(x.shape, after) if once else None
 
 
 def diag_embed(x: TensorMeta, offset: int = 0, dim1: int = -2, dim2: int = -1) -> str:
@@ -132,9 +142,13 @@ def diagonal_image(x: TensorMeta, offset: int = 0, dim1: int = 0, dim2: int = 1)
     return diagonals(x.shape, offset, wrap(dim1, ndim), wrap(dim2, ndim))
 
 
-def unfold_image(x: TensorMeta, dimension: int, size: int, step: int) -> Image | None:
+def unfold_image(x: TensorMeta, dimension: int, size: int, step: int) -> Image:
+    if not size:
+        return emptied(len(x.shape))
+    if not x.shape:
+        return spreading((), (1,))
     dim = wrap(dimension, len(x.shape))
-    return windows(x.shape[dim], len(x.shape), dim, size, step) if x.shape and size else None
+    return windows(x.shape[dim], len(x.shape), dim, size, step)
 
 
 def slice_backward_image(grad: TensorMeta, sizes: Sizes, dim: int, start: int, end: int, step: int) -> Image:
@@ -257,7 +271,9 @@ def diagonal_backward_image(grad: TensorMeta, sizes: Sizes, offset: int, dim1: i
 
 
 def unfold_backward_image(grad: TensorMeta, sizes: Sizes, dim: int, size: int, step: int) -> Image | None:
-    return window_scattering(sizes, wrap(dim, len(sizes)), size, step) if sizes and size else None
+    if not sizes:
+        return regrouping((1,), (), [((1,), ())]) if size else None
+    return window_scattering(sizes, wrap(dim, len(sizes)), size, step) if size else None
 
 
 def unfold_backward(grad: TensorMeta, sizes: Sizes, dim: int, size: int, step: int) -> str:
@@ -357,7 +373,7 @@ MOVES = {
     "flip": dims_whole,
     "roll": roll,
     "rot90": rot90,
-    "repeat": Rule(repeat, local=_repeat_local),
+    "repeat": Rule(repeat, local=_repeat_local, image=repeat_image),
     "tril": Rule("same(...) -> ...", local=_triangle_local),
     "triu": Rule("same(...) -> ...", local=_triangle_local),
     "constant_pad_nd": constant_pad_nd,

@@ -44,7 +44,7 @@ def _taken(shape: tuple[int, ...], lines: Sequence[Line], offset: int) -> Iterat
     total, steps = prod(shape), [step for _, step in lines]
     of_these = _parts(total, list(accumulate(shape, floordiv, initial=total))[1:], lines, offset)
     if of_these is not None:
-        yield of_these[1:]
+        yield of_these[1:] if shape else of_these
     others = _parts(total, list(accumulate(steps, gcd, initial=total))[1:], lines, offset)
     if others is not None:
         yield others

@@ -39,6 +39,7 @@ from shardwise.rules import (
 )
 from shardwise.rules.equation import parse
 from shardwise.rules.foreach import foreach_base, foreach_entries
+from shardwise.rules.images import Image, Joining
 from shardwise.rules.rule import Call, Placing, Rule, Strategies, called
 from shardwise.sharding.spec import TensorMeta
 
@@ -295,12 +296,16 @@ def _varied(
         run = rule.local(replace(call, op=functional, args=args, operands=operands), placing)
         return call.op if run is functional else _writing(run, places)
 
+    def image(*args: object) -> Image | Joining | None:
+        assert rule.image is not None, rule
+        return rule.image(*(args[place] for place in places))
+
     return replace(
         rule,
         meaning=meaning if callable(rule.meaning) else rule.meaning,
         local=None if rule.local is None else local,
         expand=None if rule.expand is None else _writing(rule.expand, places),
-        image=None,
+        image=image if in_place and rule.image is not None else None,
         out=out,
         in_place=in_place,
     )

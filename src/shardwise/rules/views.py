@@ -15,7 +15,7 @@ import torch
 
 from shardwise.errors import RuleError, message
 from shardwise.rules.empty import unless_empty
-from shardwise.rules.images import Image, regrouping, rescaling, spreading
+from shardwise.rules.images import Image, emptied, pairing, regrouping, rescaling, spreading, unpairing
 from shardwise.rules.pattern import along, named, same, text, without, wrap
 from shardwise.rules.rule import Call, Placing, Rule
 from shardwise.sharding.spec import TensorMeta
@@ -121,6 +121,8 @@ def _view_local(call: Call, placing: Placing) -> Run:
 
 
 def view_dtype(x: TensorMeta, dtype: torch.dtype) -> str:
+    if dtype is x.dtype:
+        return "same(...) -> ..."
     if dtype.itemsize == x.dtype.itemsize:
         return "f(...) -> ..."
     dims = along(x, [-1])
@@ -131,13 +133,18 @@ def dtype_image(x: TensorMeta, dtype: torch.dtype) -> Image | None:
     return rescaling(len(x.shape), x.dtype, dtype) if x.shape else None
 
 
+def real_image(x: TensorMeta) -> Image:
+    return pairing(len(x.shape))
+
+
+def complex_image(x: TensorMeta) -> Image:
+    return unpairing(len(x.shape))
+
+
 def as_strided(x: TensorMeta, size: Sizes, stride: Sizes, storage_offset: int | None = None) -> str:
-    if _is_unchanged(x, size, stride, storage_offset):
-        return "same(...) -> ..."
-    if not storage_offset and _order(x, size, stride) is not None:
-        return permute(x, _order(x, size, stride) or [])
-    if not storage_offset and _is_view(x, size, stride):
-        return view(x, size)
+    order = None if storage_offset else _order(x, size, stride)
+    if order is not None:
+        return permute(x, order)
     reach = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) + (storage_offset or 0)
     if reach > prod(x.shape) or x != TensorMeta.contiguous(x.shape, x.dtype):
         raise _as_strided_error(x, size, stride, storage_offset)
@@ -156,46 +163,26 @@ def _as_strided_error(x: TensorMeta, size: Sizes, stride: Sizes, offset: int | N
 
 
 def as_strided_image(x: TensorMeta, size: Sizes, stride: Sizes, storage_offset: int | None = None) -> Image | None:
-    return view_image(x, size) if not storage_offset and _is_view(x, size, stride) else None
+    return emptied(len(x.shape)) if 0 in size else None
 
 
 def _order(x: TensorMeta, size: Sizes, stride: Sizes) -> list[int] | None:
     """The order of dims of which ``size`` and ``stride`` are those of ``x``; None if there is none."""
-    own = list(zip(x.shape, x.stride, strict=True))
-    if sorted(own) != sorted(zip(size, stride, strict=True)) or len(set(own)) != len(own):
+    own, asked = (list(zip(*pair, strict=True)) for pair in ((x.shape, x.stride), (size, stride)))
+    if sorted(own) != sorted(asked):
         return None
-    return [own.index(pair) for pair in zip(size, stride, strict=True)]
-
-
-def _is_view(x: TensorMeta, size: Sizes, stride: Sizes) -> bool:
-    """Whether the memory of ``x`` is taken as it lies, under another shape."""
-    packed = TensorMeta.contiguous(size, x.dtype)
-    return (
-        prod(size) == prod(x.shape) and packed.stride == tuple(stride) and x is TensorMeta.contiguous(x.shape, x.dtype)
-    )
-
-
-def _is_unchanged(x: TensorMeta, size: Sizes, stride: Sizes, storage_offset: int | None) -> bool:
-    return tuple(size) == x.shape and tuple(stride) == x.stride and not storage_offset
+    pairs = zip(*(sorted(range(len(side)), key=side.__getitem__) for side in (asked, own)), strict=True)
+    return [dim for _, dim in sorted(pairs)]
 
 
 def _as_strided_local(call: Call, placing: Placing) -> Run:
     x, size, stride, offset = call.args[:4]
-    if _is_unchanged(x, size, stride, offset):
-        return lambda local, *_: call.op(local, local.shape, local.stride())
-
     order = None if offset else _order(x, size, stride)
     keep = aten.alias.default if call.op is aten.as_strided.default else aten.clone.default
     if order is not None:
         return lambda local, *_: keep(local.permute(order))
-    if not offset and _is_view(x, size, stride):
-        shape = placing.output_shape()
-        return lambda local, *_: keep(local.view(shape))
 
     def run(local: torch.Tensor, *_: object) -> object:
-        # An offset counts from the start of the memory, which a part of another tensor does not show.
-        if offset is not None and local.storage_offset():
-            raise _as_strided_error(x, size, stride, offset)
         packed = local.contiguous()
         return call.op(packed, size, stride, packed.storage_offset() + (offset or 0))
 
@@ -310,6 +297,6 @@ RULES = {
     "expand_copy": Rule(expand, local=_expand_local, image=expand_image),
     "lift_fresh": "same(...) -> ...",
     "_pin_memory": "same(...) -> ...",
-    "view_as_real": "... -> ... [pair]",
-    "view_as_complex": Rule("... [pair] -> ...", local=unless_empty),
+    "view_as_real": Rule("... -> ... [pair]", image=real_image),
+    "view_as_complex": Rule("... [pair] -> ...", local=unless_empty, image=complex_image),
 }

@@ -447,9 +447,15 @@ def _cross_mesh(op: Op, distributed: list[Any]) -> Exception:
     )
 
 
+# Kernels that may write to elements that share memory.
+OVER_ITSELF = frozenset("fill_ zero_ masked_fill_ index_fill_ index_put_ tril_ triu_ fill_diagonal_".split())
+
+
 def _check_written(asked: Asked, plan: OpPlan, traits: Signature) -> None:
     for position, output in zip(traits.written, plan.outputs, strict=False):
         before = asked.args[position] if position < len(asked.args) else asked.kwargs.get(traits.names[position])
+        if isinstance(before, TensorMeta) and not (plan.local is asked.op and asked.op._opname in OVER_ITSELF):
+            _check_apart(asked, before)
         if output is not None and isinstance(before, TensorMeta) and output.meta.shape != before.shape:
             raise InplaceError(
                 message(
@@ -459,6 +465,13 @@ def _check_written(asked: Asked, plan: OpPlan, traits: Signature) -> None:
                     do="use the out-of-place operator",
                 )
             )
+
+
+def _check_apart(asked: Asked, target: TensorMeta) -> None:
+    """Refuse what torch refuses, and a part may not show: to write to elements that share memory."""
+    if 0 not in target.shape and any(n > 1 and not step for n, step in zip(target.shape, target.stride, strict=True)):
+        what = f"{asked.op} would write to elements of which several are one place in memory"
+        raise InplaceError(message(what, asked=asked, do="clone() it first, or use the out-of-place operator"))
 
 
 def _stands_apart(ready: Ready) -> bool:

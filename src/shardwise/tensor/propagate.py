@@ -82,7 +82,7 @@ def propagate(asked: Asked, *, whole: bool = False) -> OpPlan:
     ways = choices(meant, call)
     try:
         chosen = None
-        if rule.image is not None and not (whole or traits.written):
+        if rule.image is not None and not whole and (traits.relabels or not traits.written):
             free = None if _prefers_image(asked, traits) else _choose(asked, traits, call, ways, rule, whole, free=True)
             found = _relabelled(asked, traits, call, rule.image) if free is None else None
             if found is not None:
@@ -156,26 +156,26 @@ Chosen = tuple[str, Strategy]
 def _prefers_image(asked: Asked, traits: Signature) -> bool:
     """Whether a gradient of a part lies raggedly as the part does: then the gradient of the whole may lie better."""
     spec = asked.specs[0]
-    return not traits.viewed and spec is not None and any(isinstance(own, RaggedShard) for own in spec.placements)
+    return not (traits.viewed or traits.relabels) and spec is not None and any(isinstance(own, RaggedShard) for own in spec.placements)
 
 
 def _relabelled(
     asked: Asked, traits: Signature, call: Call, image_of: Callable[..., Image | Joining | None]
 ) -> OpPlan | None:
     """The plan in which every element stays where it is; None if there is none, and the operator may move them."""
-    image, spec = image_of(*call.args), asked.specs[0]
+    image, spec, viewed = image_of(*call.args), asked.specs[0], traits.viewed or traits.relabels
     if isinstance(image, Joining):
         return _joined(asked, call, image)
     if image is None or spec is None:
         return None
     outputs = relabelled(spec, image, call.outputs)
     if outputs is None:
-        if traits.viewed:
+        if viewed:
             raise _no_view(asked, spec, nearest(spec, image, call.outputs))
         return None
     if asked.coordinate is None:
         return OpPlan(asked.op, (), outputs)
-    copies = not traits.viewed and image.exact and asked.op is not torch.ops.aten._unsafe_view.default
+    copies = not viewed and image.exact and asked.op is not torch.ops.aten._unsafe_view.default
     listed = traits.returns != "tensor"
     local = local_view(spec, image, outputs, asked.coordinate, copies=copies, listed=listed)
     return OpPlan(local, (), outputs, normalized=True)
