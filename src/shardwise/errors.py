@@ -115,11 +115,13 @@ class WrongRuleError(ShardwiseError, AssertionError):
 class ViewError(ShardwiseError, RuntimeError):
     """A view that would need communication; ``placements`` are those that would make it exact, if there are any."""
 
-    placements: object = None
+    placements: tuple[object, ...] | None = None
 
 
 class InplaceError(ShardwiseError, RuntimeError):
-    """An in-place operator that would change the placement of its target."""
+    """An in-place operator that would change the placement of its target; ``placements`` as in `ViewError`."""
+
+    placements: tuple[object, ...] | None = None
 
 
 class MixedTensorError(ShardwiseError, RuntimeError):

@@ -1,4 +1,4 @@
-"""One element of a dim that axes cut: every view of it stays where it is, and what is written to it reaches the tensor."""
+"""One element of a dim that axes cut: every view of it stays where it is, and is written through."""
 
 from __future__ import annotations
 

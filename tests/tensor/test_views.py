@@ -265,3 +265,66 @@ def test_another_dtype_of_a_part_without_elements_does_not_depend_on_its_strides
 
     for found in sim.run(body, 2):
         torch.testing.assert_close(found, whole.view(torch.float64))
+
+
+REFUSED = {
+    (6, 8): [
+        "x.view(4, 12)",
+        "x.unfold(0, 2, 1)",
+        "x.unfold(1, 3, 2)",
+        "x.diagonal()",
+        "x.as_strided((2, 3), (1, 7))",
+        "x.as_strided((4, 6), (12, 2), 1)",
+        "torch.ops.aten._reshape_alias(x, [16, 3], [3, 1])",
+    ],
+    (8, 2): ["torch.view_as_complex(x)", "x.view(torch.float64)", "x.view(2, 8)"],
+    (7, 5): [
+        "x[::3]",
+        "x.split([1, 5, 1])",
+        "x.tensor_split([1, 6])",
+        "x.tensor_split(3)",
+        "x.hsplit([2, 3])",
+        "x.view(torch.int16)",
+    ],
+}
+MESHES = {
+    (4,): [
+        [Shard(0)],
+        [Shard(1)],
+        [StridedShard(0, 2)],
+        [RaggedShard(1, (1, 1, 0, 3))],
+        [RaggedShard(0, (3, 1, 2, 1))],
+    ],
+    (2, 2): [
+        [Shard(0), Shard(0)],
+        [Shard(1), Shard(1)],
+        [Shard(1), Shard(0)],
+        [StridedShard(0, 2), StridedShard(0, 2)],
+        [Partial(), StridedShard(1, 2)],
+        [RaggedShard(1, (3, 2)), Shard(1)],
+    ],
+    (2, 2, 2): [[Shard(0), Shard(0), Shard(0)], [StridedShard(1, 3), Shard(1), Partial()]],
+}
+
+
+@pytest.mark.parametrize("shape", REFUSED)
+def test_what_a_refusal_says_to_do_makes_the_view_possible(shape) -> None:
+    for text in REFUSED[shape]:
+        refused = 0
+        for mesh_shape, placements in ((mesh_shape, own) for mesh_shape, layouts in MESHES.items() for own in layouts):
+            with use_world(dry_world(0, prod(mesh_shape))):
+                spec = spec_of(init_device_mesh("cpu", mesh_shape), placements, shape)
+                refusal = _refusal(named(text)[1], spec)
+                if refusal is not None:
+                    refused += 1
+                    assert f"first .redistribute(placements={list(refusal.placements)})" in str(refusal)
+                    assert _refusal(named(text)[1], spec.with_placements(refusal.placements)) is None
+        assert refused, text
+
+
+def _refusal(view: Callable[[torch.Tensor], object], spec: Spec) -> ViewError | None:
+    try:
+        view(DTensor._wrap(torch.zeros(spec.local_shape(spec.mesh.get_coordinate())), spec))
+    except ViewError as refusal:
+        return refusal
+    return None

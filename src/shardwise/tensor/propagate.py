@@ -29,6 +29,7 @@ from shardwise.tensor.relabel import joined, local_join, local_view, may_join, n
 from shardwise.tensor.signature import Signature, signature
 
 Specs = Sequence[Spec | None]
+Advice = tuple[object, ...] | None  # placements of the first operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,11 @@ Chosen = tuple[str, Strategy]
 def _prefers_image(asked: Asked, traits: Signature) -> bool:
     """Whether a gradient of a part lies raggedly as the part does: then the gradient of the whole may lie better."""
     spec = asked.specs[0]
-    return not (traits.viewed or traits.relabels) and spec is not None and any(isinstance(own, RaggedShard) for own in spec.placements)
+    return (
+        not (traits.viewed or traits.relabels)
+        and spec is not None
+        and any(isinstance(own, RaggedShard) for own in spec.placements)
+    )
 
 
 def _relabelled(
@@ -204,16 +209,16 @@ def _no_view(asked: Asked, spec: Spec, other: Spec | None) -> ViewError:
     sizes = "; ".join(
         f"axis {spec.mesh.axis_names[axis]} cuts dim {own.dim} into {_sizes(spec, axis)}" for axis, own in cuts
     )
-    advice = "" if other is None else f".redistribute(placements={list(other.placements)}), which is {other}"
+    other = other or spec.with_placements([Replicate()] * spec.mesh.ndim)
     refused = ViewError(
         message(
             f"{asked.op} is a view, and a view never communicates: the parts of the ranks are no shards of the result",
             asked=asked,
             got=sizes or None,
-            do=f"first {advice}" if advice else "redistribute it to Replicate() first",
+            do=f"first .redistribute(placements={list(other.placements)}), which is {other}",
         )
     )
-    refused.placements = None if other is None else other.placements
+    refused.placements = other.placements
     return refused
 
 
@@ -247,7 +252,8 @@ def _choose(
             allowed = [way for way in all_ways if _keeps(way[1], current, axis, written)]
             pick = _cheapest(allowed, current, axis, viewed)
         if pick is None:
-            raise _refusal(asked, axis, all_ways, allowed, viewed)
+            advice = _replicated_first(asked, axis, lambda asked: _choose(asked, traits, call, ways, rule, whole, free))
+            raise _refusal(asked, axis, all_ways, allowed, viewed, advice)
         chosen.append(pick)
         current = _after(current, axis, pick[1].inputs)
         sizes = ways.after(pick[0], parts, sizes)
@@ -448,34 +454,46 @@ def _column(
     return tuple(default[axis] if role is None else role for axis, role in enumerate(column))
 
 
+def _replicated_first(asked: Asked, axis: int, choose: Callable[[Asked], object]) -> Advice:
+    """How operand 0 is to lie for the call to be possible: replicated on this axis, and where else it must be."""
+    spec = asked.specs[0]
+    if spec is None or spec.placements[axis].is_replicate():
+        return None
+    other = _placed(spec, axis, Replicate())
+    try:
+        choose(replace(asked, specs=(other, *asked.specs[1:])))
+    except (ViewError, InplaceError) as refusal:
+        return refusal.placements
+    except RuleError:
+        return (Replicate(),) * asked.mesh.ndim
+    return other.placements
+
+
 def _refusal(
-    asked: Asked, axis: int, all_ways: list[Chosen], allowed: list[Chosen], viewed: tuple[int, ...]
+    asked: Asked,
+    axis: int,
+    all_ways: list[Chosen],
+    allowed: list[Chosen],
+    viewed: tuple[int, ...],
+    advice: Advice,
 ) -> Exception:
     name = asked.mesh.axis_names[axis]
+    first = f"first .redistribute(placements={list(advice or (Replicate(),) * asked.mesh.ndim)})"
     if not all_ways:
-        return RuleError(message(f"{asked.op} cannot run on shards of these sizes", asked=asked, do=_replicate(name)))
-    if not viewed:
-        return InplaceError(
-            message(
-                f"{asked.op} would change how the tensor it writes to is sharded over axis {name}",
-                asked=asked,
-                got=f"on axis {name} it can run as: {'; '.join(str(way) for _, way in all_ways)}",
-                do=f"use the out-of-place operator, or {_replicate(name)}",
-            )
-        )
-    refused = ViewError(
+        return RuleError(message(f"{asked.op} cannot run on shards of these sizes", asked=asked, do=first))
+    refused = ViewError if viewed else InplaceError
+    what = (
+        f"is a view, and a view never communicates; this one would have to on axis {name}"
+        if viewed
+        else f"would change how the tensor it writes to is sharded over axis {name}"
+    )
+    made = refused(
         message(
-            f"{asked.op} is a view, and a view never communicates; this one would have to on axis {name}",
+            f"{asked.op} {what}",
             asked=asked,
-            got=f"on axis {name} it is exact for: {'; '.join(str(way) for _, way in allowed)}",
-            do=f"{_replicate(name)}, or redistribute it to one of these shardings",
+            got=f"on axis {name} it can run as: {'; '.join(str(way) for _, way in (allowed if viewed else all_ways))}",
+            do=first if viewed else f"use the out-of-place operator, or {first}",
         )
     )
-    spec = asked.specs[0]
-    if spec is not None and any(way.inputs[0] is Replicate() for _, way in allowed):
-        refused.placements = _placed(spec, axis, Replicate()).placements
-    return refused
-
-
-def _replicate(name: str) -> str:
-    return f"redistribute the tensor to Replicate() on axis {name} first"
+    made.placements = advice
+    return made

@@ -8,12 +8,15 @@ not: what is written to it would reach nobody. So they are met earlier, at a dis
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
 from shardwise.errors import RuleError, ViewError, message
 from shardwise.mesh.world import current_world
 from shardwise.rules.strided import Views, views_of
+from shardwise.sharding.placement import Partial, Replicate
+from shardwise.sharding.spec import Spec
 from shardwise.tensor.dispatch import redistributed
 
 KEY = "TESTING_ONLY_GenericWrapper"  # no tensor of torch's own has it
@@ -91,13 +94,35 @@ def as_strided(x: torch.Tensor, size: list[int], stride: list[int], storage_offs
 
 
 def _no_view(x: torch.Tensor, size: list[int], stride: list[int], offset: int | None) -> ViewError:
-    return ViewError(
+    spec: Spec = x._spec  # type: ignore[attr-defined]
+    lying = tuple([own if isinstance(own, Partial) else Replicate() for own in spec.placements])
+    refused = ViewError(
         message(
             "as_strided is a view, and a view never communicates: the parts of the ranks are no shards of the result",
-            asked=f"as_strided({x._spec}, {size}, {stride}, {offset or 0})",  # type: ignore[attr-defined]
-            do="redistribute it to Replicate() first",
+            asked=f"as_strided({spec}, {size}, {stride}, {offset or 0})",
+            do=f"first .redistribute(placements={list(lying)})",
         )
     )
+    refused.placements = lying
+    return refused
+
+
+def tensor_split(x: torch.Tensor, given: int | list[int], dim: int = 0) -> tuple[torch.Tensor, ...]:
+    """``tensor_split``; where it is refused, the advice is good for all of its pieces."""
+    with _Excluded(MARKED):
+        try:
+            return x.tensor_split(given, dim)
+        except ViewError:
+            lengths = _lengths(x.shape[dim], given)
+            if min(lengths) >= 0:
+                x.split(lengths, dim)
+            raise
+
+
+def _lengths(size: int, given: int | list[int]) -> list[int]:
+    if isinstance(given, int):
+        return [size // given + (at < size % given) for at in range(given)]
+    return [stop - start for start, stop in pairwise([0, *(len(range(size)[:stop]) for stop in given), size])]
 
 
 def _seen(x: torch.Tensor, views: Views) -> torch.Tensor:
@@ -112,6 +137,8 @@ def _at_the_key() -> tuple[torch.library.Library, ...]:
     for name, call in MAY_COPY.items():
         own.impl(name, by_the_cheapest_road(name, call))
     own.impl("as_strided", as_strided)
+    for name in ("tensor_split.sections", "tensor_split.indices"):
+        own.impl(name, tensor_split)
     return others, own
 
 
