@@ -27,7 +27,7 @@ from shardwise import (
     sim,
 )
 from shardwise.mesh.world import dry_world, use_world
-from shardwise.sharding.spec import Spec
+from shardwise.sharding.spec import Spec, misfits
 
 View = tuple[str, Callable[[torch.Tensor], torch.Tensor]]
 
@@ -328,3 +328,25 @@ def _refusal(view: Callable[[torch.Tensor], object], spec: Spec) -> ViewError | 
     except ViewError as refusal:
         return refusal
     return None
+
+
+def test_a_slice_of_a_dim_that_two_axes_cut_is_refused_only_where_no_placements_describe_it() -> None:
+    with use_world(dry_world(0, 4)):
+        mesh = init_device_mesh("cpu", (2, 2))
+    for first, size in product([Shard(0), StridedShard(0, 2)], range(4, 8)):
+        spec, whole = spec_of(mesh, [first, Shard(0)], (size,)), torch.arange(size)
+        for start, stop in ((start, stop) for stop in range(size + 1) for start in range(stop)):
+            with use_world(dry_world(0, 4)):
+                if _refusal(lambda x, start=start, stop=stop: x[start:stop], spec) is None:
+                    continue
+            wanted = [spec.take(whole, place) for place in coordinates((2, 2))]
+            wanted = [part[(part >= start) & (part < stop)].tolist() for part in wanted]
+            for placements in product(any_cuts(stop - start), repeat=2):
+                other = spec_of(mesh, placements, (stop - start,))
+                parts = [other.take(whole[start:stop], place).tolist() for place in coordinates((2, 2))]
+                assert parts != wanted or any(misfits(other)), (spec, start, stop, placements)
+
+
+def any_cuts(size: int) -> list:
+    sizes = [pair for pair in product(range(size + 1), repeat=2) if 0 < sum(pair) <= size]
+    return [Shard(0), *(StridedShard(0, n) for n in range(2, size + 1)), *(RaggedShard(0, pair) for pair in sizes)]
