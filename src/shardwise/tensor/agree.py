@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 from zlib import crc32
@@ -19,6 +20,7 @@ from shardwise.sharding.spec import Spec, TensorMeta, dense, normalize
 DIMS = 64  # the most dims that a tensor of torch can have
 DTYPES = {crc32(str(dtype).encode()): str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
+GRADIENTS = 4096  # for how many layouts it is remembered that their gradients may lie so
 Coordinate = tuple[int, ...]
 
 
@@ -35,6 +37,21 @@ def check_local_shape(shape: tuple[int, ...], spec: Spec, coordinate: tuple[int,
             "other sizes, RaggedShard(dim, sizes), or run_check=True, which asks every rank for its sizes",
         )
     )
+
+
+@lru_cache(maxsize=GRADIENTS)
+def check_gradient(spec: Spec, back: tuple[Placement, ...]) -> None:
+    """Raise `PlacementError`, on every rank alike, unless gradients that lie so have the shapes of the parts."""
+    other = spec.with_placements(back)
+    places = product(*map(range, spec.mesh.shape))
+    if back != spec.gradient_placements and any(other.local_shape(at) != spec.local_shape(at) for at in places):
+        raise PlacementError(
+            message(
+                "the gradient of a part has the shape of the part",
+                asked=f"from_local of parts of {spec} with grad_placements={list(back)}",
+                do="give grad_placements that cut the same dims",
+            )
+        )
 
 
 class Part(NamedTuple):

@@ -172,9 +172,10 @@ class DTensor(torch.Tensor):
             _check_pending(spec, target)
         source = self._cast(forward_dtype or self.dtype)
         goal = Spec(mesh, target, source._spec.meta)
+        differentiable = torch.is_grad_enabled() and source.requires_grad
         if goal is source._spec and backward_dtype is None:
-            return source
-        if not (torch.is_grad_enabled() and source.requires_grad):
+            return _placed_back(source) if differentiable and not is_dynamo_compiling() else source
+        if not differentiable:
             return _moved(source, goal, async_op)
         applied = _Redistribute.apply(source, goal, async_op, backward_dtype or self.dtype)  # type: ignore[no-untyped-call]
         return cast(DTensor, applied)
@@ -305,7 +306,7 @@ def _of_part(local: torch.Tensor, spec: Spec, grad_placements: Placements | None
         back = spec.gradient_placements
     else:
         back = normalize(grad_placements, spec.mesh, spec.ndim)
-        _check_gradient(spec, back)
+        agree.check_gradient(spec, back)
     part = spec.meta.lay_out(local.resolve_conj().resolve_neg())
     if not (torch.is_grad_enabled() and local.requires_grad):
         return DTensor._wrap(part.detach() if part.requires_grad else part, spec)
@@ -363,20 +364,6 @@ def _arrived(local: torch.Tensor) -> torch.Tensor:
     return local if waiting is None else waiting()
 
 
-def _check_gradient(spec: Spec, back: tuple[Placement, ...]) -> None:
-    coordinate = spec.mesh.get_coordinate()
-    if coordinate is None or back == spec.gradient_placements:
-        return
-    if spec.with_placements(back).local_shape(coordinate) != spec.local_shape(coordinate):
-        raise PlacementError(
-            message(
-                "the gradient of a part has the shape of the part",
-                asked=f"from_local of parts of {spec} with grad_placements={list(back)}",
-                do="give grad_placements that cut the same dims",
-            )
-        )
-
-
 def _check_pending(source: Spec, target: tuple[Placement, ...]) -> None:
     for axis, (own, wanted) in enumerate(zip(source.placements, target, strict=True)):
         if isinstance(wanted, Partial) and own is not wanted:
@@ -387,6 +374,14 @@ def _check_pending(source: Spec, target: tuple[Placement, ...]) -> None:
                     do="redistribute to Replicate() or Shard(dim); DTensor.from_local can take pending parts",
                 )
             )
+
+
+def _placed_back(source: DTensor) -> DTensor:
+    """``source`` itself, to which its gradient comes placed as it is."""
+    made = cast(DTensor, torch.ops.aten.alias.default(source))
+    mesh, back = source._spec.mesh, source._spec.gradient_placements
+    made.register_hook(lambda gradient: _distributed(gradient, mesh).redistribute(placements=back))
+    return made
 
 
 def _moved(source: DTensor, goal: Spec, async_op: bool = False) -> DTensor:
