@@ -154,3 +154,32 @@ def test_placements_must_be_given() -> None:
             x.redistribute()
 
     sim.run(body, 2)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_the_gradient_of_what_does_not_move_comes_placed_as_the_tensor_is(placement: Placement) -> None:
+    def body() -> None:
+        x = distribute_tensor(torch.ones(4, 4), mesh_of((2,)), [placement]).requires_grad_()
+        same = x.redistribute(placements=[placement])
+        assert same.to_local().data_ptr() == x.to_local().data_ptr()
+        assert traced(lambda: same.sum().backward()) == []
+        assert x.grad is not None
+        assert x.grad.placements == (placement,)
+        assert torch.equal(x.grad.full_tensor(), torch.ones(4, 4))
+
+    sim.run(body, 2)
+
+
+def test_what_is_written_to_what_did_not_move_is_known_to_gradients() -> None:
+    def body() -> None:
+        x = distribute_tensor(torch.ones(4), mesh_of((2,)), [Shard(0)]).requires_grad_()
+        y = x * 3
+        square, same = y * y, y.redistribute(placements=[Shard(0)])
+        same.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            square.sum().backward()
+        same.sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad.full_tensor(), torch.full((4,), 6.0))
+
+    sim.run(body, 2)

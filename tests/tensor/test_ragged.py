@@ -154,9 +154,13 @@ def test_parts_that_follow_the_rule_stay_plain_shards() -> None:
     ("odd", "what"),
     [
         (torch.ones(2, 3), "dim 1 has the size 3 on rank 2, and 4 on rank 0"),
-        (torch.ones(2, 4, dtype=torch.float64), "rank 2 has the dtype torch.float64, and rank 0 torch.float32"),
-        (torch.ones(2), r"rank 2 has the shape \[2\], and rank 0 \[2, 4\]"),
-        (torch.tensor(1.0), r"rank 2 has the shape \[\], and rank 0 \[2, 4\]"),
+        (torch.ones(2, 4, dtype=torch.float64), "rank 2 has torch.float64, and rank 0 has torch.float32"),
+        (torch.ones(2), r"rank 2 has \[2\], and rank 0 has \[2, 4\]"),
+        (torch.ones(2, 4, device="meta"), "rank 2 has meta, and rank 0 has cpu"),
+        (torch.ones(2, 4).to_sparse(), "rank 2 has a tensor of torch.sparse_coo, and rank 0 has a plain tensor"),
+        (torch.ones(2, 4, requires_grad=True), "requires a gradient(.|\n)*rank 2 has True, and rank 0 has False"),
+        ([1.0], "rank 2 has a list, and rank 0 has a plain tensor"),
+        (torch.tensor(1.0), r"rank 2 has \[\], and rank 0 has \[2, 4\]"),
     ],
 )
 def test_the_rank_that_differs_is_named(odd, what) -> None:
@@ -165,6 +169,50 @@ def test_the_rank_that_differs_is_named(odd, what) -> None:
         local = odd if mesh.get_local_rank() == 2 else torch.ones(2, 4)
         with pytest.raises(PlacementError, match=f"{what}(.|\n)*do "):
             DTensor.from_local(local, mesh, [Shard(0)], run_check=True)
+
+    sim.run(body, 4)
+
+
+ARGUMENTS = {
+    "placements": [[Shard(0)], [Shard(1)]],
+    "shape": [(8, 4), None],
+    "stride": [(4, 1), (1, 8)],
+    "grad_placements": [None, [Replicate()]],
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_differ_from_rank_to_rank_are_refused_on_every_rank(name) -> None:
+    def body():
+        mesh = line()
+        given = {"placements": [Shard(0)], name: ARGUMENTS[name][mesh.get_local_rank() == 3]}
+        with pytest.raises(PlacementError, match=f"do not agree on .*{name}(.|\n)*rank 3 has"):
+            DTensor.from_local(torch.ones(2, 4), mesh, run_check=True, **given)
+
+    sim.run(body, 4)
+
+
+WHOLES = {
+    "the dtype": lambda x: x.double(),
+    "the shape": lambda x: x[:3],
+    "the strides": lambda x: x.t().contiguous().t(),
+    "what it is": lambda x: x.to_sparse(),
+    "whether it requires a gradient": lambda x: x.requires_grad_(),
+    "whether it is a leaf": lambda x: x.requires_grad_().detach().requires_grad_() * 1,
+    "the device": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLES)
+@pytest.mark.parametrize("placement", [Shard(1), Replicate()], ids=str)
+def test_whole_tensors_that_differ_from_rank_to_rank_are_not_distributed(name, placement) -> None:
+    def body():
+        mesh, whole = line(), torch.ones(4, 4)
+        if name == "whether it is a leaf":
+            whole.requires_grad_()
+        given = WHOLES[name](whole.clone().detach()) if mesh.get_local_rank() == 1 else whole
+        with pytest.raises(PlacementError, match=f"do not agree on {name}(.|\n)*rank 1 has .*, and rank 0 has "):
+            distribute_tensor(given, mesh, [placement])
 
     sim.run(body, 4)
 

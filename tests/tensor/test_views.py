@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import combinations, product
 from math import prod
 
 import pytest
@@ -335,7 +335,7 @@ def test_a_slice_of_a_dim_that_two_axes_cut_is_refused_only_where_no_placements_
         mesh = init_device_mesh("cpu", (2, 2))
     for first, size in product([Shard(0), StridedShard(0, 2)], range(4, 8)):
         spec, whole = spec_of(mesh, [first, Shard(0)], (size,)), torch.arange(size)
-        for start, stop in ((start, stop) for stop in range(size + 1) for start in range(stop)):
+        for start, stop in combinations(range(size + 1), 2):
             with use_world(dry_world(0, 4)):
                 if _refusal(lambda x, start=start, stop=stop: x[start:stop], spec) is None:
                     continue

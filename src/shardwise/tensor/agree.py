@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 from zlib import crc32
@@ -11,16 +10,17 @@ from zlib import crc32
 import torch
 
 from shardwise.comm import wire
-from shardwise.errors import PlacementError, message
+from shardwise.errors import PlacementError, RedistributeError, message
+from shardwise.mesh.device import SILENT_TYPES
 from shardwise.mesh.mesh import DeviceMesh
+from shardwise.mesh.world import current_world
 from shardwise.sharding.fitting import fit
 from shardwise.sharding.placement import Cut, Placement, Replicate, Shard
 from shardwise.sharding.spec import Spec, TensorMeta, dense, normalize
 
-DIMS = 64  # the most dims that a tensor of torch can have
-DTYPES = {crc32(str(dtype).encode()): str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+SHOWN = 240  # how many bytes of what differs are shown
+PLAIN = "a plain tensor"
 
-GRADIENTS = 4096  # for how many layouts it is remembered that their gradients may lie so
 Coordinate = tuple[int, ...]
 
 
@@ -39,12 +39,13 @@ def check_local_shape(shape: tuple[int, ...], spec: Spec, coordinate: tuple[int,
     )
 
 
-@lru_cache(maxsize=GRADIENTS)
 def check_gradient(spec: Spec, back: tuple[Placement, ...]) -> None:
     """Raise `PlacementError`, on every rank alike, unless gradients that lie so have the shapes of the parts."""
-    other = spec.with_placements(back)
-    places = product(*map(range, spec.mesh.shape))
-    if back != spec.gradient_placements and any(other.local_shape(at) != spec.local_shape(at) for at in places):
+    cuts, others = ([own if isinstance(own, Cut) else None for own in side] for side in (spec.placements, back))
+    if cuts == others:
+        return
+    other, places = spec.with_placements(back), product(*map(range, spec.mesh.shape))
+    if any(other.local_shape(at) != spec.local_shape(at) for at in places):
         raise PlacementError(
             message(
                 "the gradient of a part has the shape of the part",
@@ -54,10 +55,63 @@ def check_gradient(spec: Spec, back: tuple[Placement, ...]) -> None:
         )
 
 
+class Fact(NamedTuple):
+    """Something of which every rank is to say the same; ``shown`` tells more of it."""
+
+    name: str
+    value: object
+    shown: object = None
+
+
+def facts_of(tensor: object) -> list[Fact]:
+    """What is to be the same of a tensor on every rank, whatever its sizes."""
+    given = tensor if isinstance(tensor, torch.Tensor) else torch.empty(0)
+    strided = given.layout is torch.strided and not given.is_nested
+    kind = PLAIN if strided else f"a tensor of {given.layout}"
+    if given is not tensor:
+        kind = f"a {type(tensor).__name__}"
+    elif hasattr(given, "_spec"):
+        kind = "a distributed tensor"
+    return [
+        Fact("what it is", kind),
+        Fact("the device", given.device.type),
+        Fact("the dtype", str(given.dtype)),
+        Fact("whether it requires a gradient", torch.is_grad_enabled() and given.requires_grad),
+        Fact("the shape", given.dim(), list(given.shape) if strided else f"{given.dim()} dims"),
+    ]
+
+
+def check_alike(facts: Sequence[Fact], mesh: DeviceMesh, what: str) -> None:
+    """Raise `PlacementError` on every rank of the mesh, naming one, unless all say the same of ``facts``."""
+    if not current_world().has_others or mesh.device_type in SILENT_TYPES or mesh.size() == 1:
+        return
+    said = _gathered([crc32(repr(fact.value).encode()) for fact in facts], torch.int64, mesh)
+    for at, fact in enumerate(facts):
+        odd = next((index for index, row in enumerate(said) if row[at] != said[0][at]), None)
+        if odd is not None:
+            text = str(fact.value if fact.shown is None else fact.shown).encode()[:SHOWN].ljust(SHOWN)
+            shown = [bytes(row).decode().rstrip() for row in _gathered([*text], torch.uint8, mesh)]
+            raise PlacementError(
+                message(
+                    f"the ranks do not agree on {fact.name}",
+                    asked=f"{what} on {mesh}",
+                    got=f"rank {mesh.ranks[odd]} has {shown[odd]}, and rank {mesh.ranks[0]} has {shown[0]}",
+                    do="let every rank of the mesh give the same",
+                )
+            )
+
+
+def _gathered(numbers: list[int], dtype: torch.dtype, mesh: DeviceMesh) -> list[list[int]]:
+    """The numbers of each rank of the mesh."""
+    group = mesh.axes_group(tuple(range(mesh.ndim)))
+    mine = torch.tensor(numbers, dtype=dtype, device=mesh.device_type)
+    found: list[list[int]] = wire.wait(wire.all_gather(mine, group)).view(group.size, -1).tolist()
+    return found
+
+
 class Part(NamedTuple):
     """What a rank says of its part."""
 
-    dtype: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -68,17 +122,25 @@ def agreed(
     placements: tuple[Placement, ...],
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
+    back: Sequence[Placement] | None = None,
 ) -> Spec:
     """The spec of the tensor whose parts the ranks of ``mesh`` hold, found by asking them all.
 
     Dims cut by `Shard` whose parts follow another rule than that of `torch.chunk` are cut by `RaggedShard`. Raises
     `PlacementError` where the parts cannot be those of one tensor (of ``shape``, if given), naming a rank.
     """
+    asked = [
+        Fact("the placements", placements),
+        Fact("shape=", shape and [*shape]),
+        Fact("stride=", stride and [*stride]),
+    ]
+    if mesh.get_coordinate() is not None:
+        check_alike([*facts_of(local), *asked, Fact("grad_placements=", back and [*back])], mesh, "from_local")
+    check_plain(local)
     if mesh.get_coordinate() is None:
         meta = TensorMeta.contiguous(tuple(shape or (0,) * local.ndim), local.dtype)
         return Spec(mesh, normalize(placements, mesh, local.ndim), meta)
     parts = _exchanged(local, mesh)  # before anything that looks at this rank's part: all ranks raise, or none
-    _check_kinds(parts, mesh, placements)
     placements = normalize(placements, mesh, local.ndim)
     _check_sizes(parts, mesh, placements)
     first = parts[(0,) * mesh.ndim]
@@ -99,30 +161,21 @@ def agreed(
     return spec
 
 
+def check_plain(local: object) -> None:
+    """Raise `RedistributeError` unless this is a tensor like those that torch makes."""
+    kind = facts_of(local)[0].value
+    if kind != PLAIN:
+        do = "use .redistribute(...), to_dense(), or torch.as_tensor(...) first"
+        raise RedistributeError(message("from_local takes a plain tensor", got=kind, do=do))
+
+
 def _exchanged(local: torch.Tensor, mesh: DeviceMesh) -> dict[Coordinate, Part]:
-    row = [local.ndim, crc32(str(local.dtype).encode()), *local.shape, *local.stride()]
-    mine = torch.tensor(row + [0] * (2 + 2 * DIMS - len(row)), dtype=torch.int64, device=local.device)
-    group = mesh.axes_group(tuple(range(mesh.ndim)))
-    rows = wire.wait(wire.all_gather(mine, group)).view(group.size, -1).tolist()
-    found = {}
-    for coordinate, (ndim, dtype, *rest) in zip(product(*map(range, mesh.shape)), rows, strict=True):
-        found[coordinate] = Part(dtype, tuple(rest[:ndim]), tuple(rest[ndim : 2 * ndim]))
-    return found
-
-
-def _check_kinds(parts: dict[Coordinate, Part], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
-    first = parts[(0,) * mesh.ndim]
-    for rank, part in zip(mesh.ranks, parts.values(), strict=True):
-        if part.dtype != first.dtype:
-            got = f"rank {rank} has the dtype {_dtype(part)}, and rank {mesh.ranks[0]} {_dtype(first)}"
-            raise _not_parts(mesh, placements, got)
-        if len(part.shape) != len(first.shape):
-            got = f"rank {rank} has the shape {list(part.shape)}, and rank {mesh.ranks[0]} {list(first.shape)}"
-            raise _not_parts(mesh, placements, f"{got}, of another number of dims")
-
-
-def _dtype(part: Part) -> str:
-    return DTYPES.get(part.dtype, "of another kind")
+    ndim = local.ndim
+    rows = _gathered([ndim, *local.shape, *local.stride()], torch.int64, mesh)
+    return {
+        coordinate: Part(tuple(row[1 : ndim + 1]), tuple(row[ndim + 1 :]))
+        for coordinate, row in zip(product(*map(range, mesh.shape)), rows, strict=True)
+    }
 
 
 def _check_sizes(parts: dict[Coordinate, Part], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:

@@ -110,14 +110,12 @@ class DTensor(torch.Tensor):
             mesh = mesh_or_current(device_mesh)
             return _from_local_in_graph(local_tensor, mesh, run_check, (shape, stride), placements, grad_placements)
         mesh = mesh_or_current(device_mesh)
-        if isinstance(local_tensor, DTensor):
-            raise RedistributeError(
-                message("from_local takes a plain tensor", got=repr(local_tensor._spec), do="use .redistribute(...)")
-            )
         own = tuple(placements or [Replicate()] * mesh.ndim)
         if run_check:
-            spec = agree.agreed(local_tensor, mesh, own, shape, stride)
+            spec = agree.agreed(local_tensor, mesh, own, shape, stride, grad_placements)
         else:
+            if local_tensor.__class__ is not torch.Tensor:
+                agree.check_plain(local_tensor)
             own = normalize(own, mesh, local_tensor.ndim)
             whole = None if shape is None else tuple(shape), None if stride is None else tuple(stride)
             spec = _spec_of_part(TensorMeta.of(local_tensor), mesh, own, *whole, mesh.get_coordinate())
@@ -380,7 +378,7 @@ def _placed_back(source: DTensor) -> DTensor:
     """``source`` itself, to which its gradient comes placed as it is."""
     made = cast(DTensor, torch.ops.aten.alias.default(source))
     mesh, back = source._spec.mesh, source._spec.gradient_placements
-    made.register_hook(lambda gradient: _distributed(gradient, mesh).redistribute(placements=back))
+    made.register_hook(lambda gradient: _distributed(gradient, mesh).redistribute(placements=back))  # type: ignore[no-untyped-call]
     return made
 
 
@@ -485,7 +483,7 @@ def _keep_call(mesh: DeviceMesh, run_check: bool, shape: int | None, stride: int
         asked_stride = None if stride is None else asked[len(asked) - stride :]
         placed = tuple(own or [Replicate()] * mesh.ndim)
         if run_check:
-            spec = agree.agreed(local, mesh, placed, asked_shape, asked_stride)
+            spec = agree.agreed(local, mesh, placed, asked_shape, asked_stride, back)
         else:
             part, placed = TensorMeta(size, step, local.dtype), normalize(placed, mesh, local.ndim)
             spec = _spec_of_part(part, mesh, placed, asked_shape, asked_stride, mesh.get_coordinate())
