@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from shardwise import (
+    InplaceError,
     RaggedShard,
     RedistributeError,
     RuleError,
     Shard,
     ViewError,
+    current_world,
     distribute_tensor,
     explicit,
     init_device_mesh,
@@ -81,6 +83,41 @@ def test_where_it_is_a_view_what_is_written_reaches_the_tensor() -> None:
     expected = DENSE.clone()
     expected[1], expected[0, 4:] = 0, 7
     assert all(torch.equal(found, expected) for found in sim.run(body, 2))
+
+
+WRITES = {
+    "in place": lambda y: y.zero_(),
+    "part": lambda y: y[0, 1].fill_(7),
+    "out": lambda y: torch.add(y, 1, out=y),
+    "list": lambda y: torch._foreach_add_([y], 1),
+    "item": lambda y: y.__setitem__(0, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_would_be_written_to_a_view_that_has_moved_is_refused(name) -> None:
+    def body():
+        x = cut(RaggedShard(1, (3, 5))).detach()
+        moved = x.unflatten(1, (2, 4))
+        with pytest.raises(InplaceError, match="clone"):
+            WRITES[name](moved)
+        WRITES[name](moved.clone())
+        WRITES[name](x.unflatten(0, (1, 5)))
+        return x.full_tensor()
+
+    expected = DENSE.clone()
+    WRITES[name](expected.unflatten(0, (1, 5)))
+    assert all(torch.equal(found, expected) for found in sim.run(body, 2))
+
+
+def test_a_view_that_has_moved_is_forgotten_when_it_is_gone() -> None:
+    def body() -> None:
+        moved = cut(RaggedShard(1, (3, 5))).unflatten(1, (2, 4))
+        assert len(current_world().memory["unseen"]) == 1
+        del moved
+        assert not current_world().memory["unseen"]
+
+    sim.run(body, 2)
 
 
 def test_a_view_stays_strict() -> None:

@@ -7,13 +7,14 @@ makes one. So the class and the dispatcher do not import each other.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
 import torch
 
-from shardwise.errors import ViewError
+from shardwise.errors import InplaceError, ViewError, message
 from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import current_world
 from shardwise.redistribute import execute
@@ -129,6 +130,8 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Any:
             return _marked(kind._wrap(result, ready.wraps), result)
         return kind._wrap(result, ready.wraps)
     if ready.in_place:
+        if "unseen" in memory:
+            _check_seen(op, args[:1], memory["unseen"])
         ready.local(*local_args, *ready.tail, **local_kwargs)
         if torch._C._current_graph_task_id() != -1:
             _write_back([args[0]])
@@ -229,6 +232,9 @@ def _run(
 ) -> Any:
     if ready.expand is not None:
         return ready.expand(*in_schema_order(op, args, kwargs))
+    if ready.written and "unseen" in current_world().memory:
+        targets = [_at(args, kwargs, place) for place in ready.written]
+        _check_seen(op, [target for target in targets if isinstance(target, kind)], current_world().memory["unseen"])
     if ready.moves:
         forbid(op, [move[1:] for move in ready.moves])
     if ready.each:
@@ -268,6 +274,32 @@ def _stand_ins() -> dict[int, tuple[Any, Any]]:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: passes.pop(task, None))
     found: dict[int, tuple[Any, Any]] = passes[task]
     return found
+
+
+def unseen(made: Any, origin: Spec) -> Any:
+    """``made``, which is no view of the tensor like ``origin`` that torch says it is one of: not to be written to."""
+    found, base = current_world().memory.setdefault("unseen", {}), _base(made)
+    key = id(base)
+    found[key] = weakref.ref(base, lambda _: found.pop(key, None)), origin
+    return made
+
+
+def _base(tensor: Any) -> Any:
+    return tensor._base if tensor._is_view() else tensor
+
+
+def _check_seen(op: Op, targets: Sequence[Any], unseen: dict[int, tuple[Any, Spec]]) -> None:
+    for target in targets:
+        _, origin = unseen.get(id(_base(target)), (None, None))
+        if origin is not None:
+            raise InplaceError(
+                message(
+                    f"{op} would write to a view that has moved, and not to the tensor that it is a view of",
+                    asked=f"{op} on {target._spec}",
+                    got=f"a view of {origin}, whose parts are no shards of it",
+                    do="clone() it first, or redistribute that tensor before taking the view",
+                )
+            )
 
 
 def _storage(tensor: Any) -> int:

@@ -17,7 +17,7 @@ from shardwise.mesh.world import current_world
 from shardwise.rules.strided import Views, views_of
 from shardwise.sharding.placement import Partial, Replicate
 from shardwise.sharding.spec import Spec
-from shardwise.tensor.dispatch import redistributed
+from shardwise.tensor.dispatch import redistributed, unseen
 
 KEY = "TESTING_ONLY_GenericWrapper"  # no tensor of torch's own has it
 MARKED = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(KEY))
@@ -33,6 +33,8 @@ MAY_COPY: dict[str, Binding] = {
     "ravel": torch.Tensor.ravel,
 }
 
+ALWAYS_VIEWS = ("unflatten.int",)
+
 
 def by_the_cheapest_road(name: str, call: Binding) -> Binding:
     """``call`` as a view where that is exact, else after the cheapest redistribution, which `explicit` forbids."""
@@ -41,16 +43,17 @@ def by_the_cheapest_road(name: str, call: Binding) -> Binding:
         with _Excluded(MARKED):
             roads = current_world().memory.get("roads")
             road = roads.get((x._spec, name, *map(_lasting, args))) if roads else None  # type: ignore[attr-defined]
-            if road is not None:
-                return call(redistributed(f"aten.{name}", x, road), *args)
-            try:
-                return call(x, *args)
-            except ViewError as refusal:
-                if refusal.placements is None:
-                    raise
-                road = refusal.placements
-            _remember((x._spec, name, *map(_lasting, args)), road)  # type: ignore[attr-defined]
-            return call(redistributed(f"aten.{name}", x, road), *args)
+            if road is None:
+                try:
+                    return call(x, *args)
+                except ViewError as refusal:
+                    if refusal.placements is None:
+                        raise
+                    road = refusal.with_traceback(None).placements  # frames would keep the tensors
+                _remember((x._spec, name, *map(_lasting, args)), road)  # type: ignore[attr-defined]
+            found = call(redistributed(f"aten.{name}", x, road), *args)
+            # The others may copy in torch too.
+            return unseen(found, x._spec) if name in ALWAYS_VIEWS else found  # type: ignore[attr-defined]
 
     return run
 
