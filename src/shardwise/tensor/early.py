@@ -3,8 +3,8 @@
 Torch writes a composite operator in terms of others above autograd, where no tensor class is asked. Most may do so
 unseen; a few read the memory of a tensor there, which a distributed one does not have, make plain tensors of their own
 beside the distributed ones, or take views that nobody sees. And the gradient of some operator is a plain tensor. These
-are met at `PythonTLSSnapshot`, a key that comes before autograd and that only tensors with a dispatch of their own
-have: a call on plain tensors never passes here.
+are met at the key of `roads`, which comes before autograd and which only distributed tensors have: a call on others
+never passes here.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
+from torch._C import DispatchKeySet
 
 from shardwise.mesh.world import saying
 from shardwise.sharding.placement import Replicate
 from shardwise.tensor.dispatch import VIEWS_MAY_MOVE, redistributed
 from shardwise.tensor.dtensor import DTensor
+from shardwise.tensor.roads import KEY
 
 aten = torch.ops.aten
 Op = torch._ops.OpOverload
 Met = Callable[..., object]
-MET_AT = "PythonTLSSnapshot"
-AFTER = torch._C._dispatch_keyset_full_after(DispatchKey.PythonTLSSnapshot)
+AFTER = torch._C._dispatch_keyset_full_after(torch._C._dispatch_key_parse(KEY))
 
 
 def reading(op: Op, name: str) -> Met:
@@ -109,7 +109,7 @@ MET: Mapping[Op, Met] = {
 def _registered() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     for op, met in MET.items():
-        library.impl(op, met, MET_AT, with_keyset=True)
+        library.impl(op, met, KEY, with_keyset=True)
     return library
 
 
