@@ -51,4 +51,15 @@ def test_what_overlaps_or_has_gaps_is_none() -> None:
     x = TensorMeta.contiguous((4, 4), torch.float32)
     assert views_of(x, (3, 2), (1, 1), 0) == []  # windows
     assert views_of(x, (3, 3), (5, 4), 0) == []
-    assert views_of(TensorMeta((4, 4), (8, 1), torch.float32), (2, 2), (8, 1), 0) == []
+    assert views_of(TensorMeta((4, 4), (8, 1), torch.float32), (2, 2), (4, 1), 0) == []
+
+
+def test_of_memory_with_gaps_the_dims_that_it_has_are_found() -> None:
+    whole = torch.arange(32).view(4, 8)
+    for x in (whole[:, :4], whole[:, ::2], whole[:, :4].t(), whole[:, :1].expand(4, 3)):
+        for size, stride in (((3,), (8,)), ((), ()), ((1, 4), (0, 8)), ((2, 3), (0, 8))):
+            (views,) = views_of(TensorMeta.of(x), size, stride, 0)
+            found = x
+            for name, args in views:
+                found = getattr(found, name)(*args)
+            assert torch.equal(found, x.as_strided(size, stride))

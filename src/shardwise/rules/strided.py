@@ -25,10 +25,10 @@ def views_of(x: TensorMeta, size: Sizes, stride: Sizes, offset: int) -> list[Vie
     >>> views_of(TensorMeta.contiguous((2, 3), torch.float32), (), (), 4)[0]
     [('__getitem__', ((1, 1),))]
     """
-    order = sorted(range(len(x.shape)), key=lambda dim: (-x.stride[dim], dim))
-    shape, steps = ([side[dim] for dim in order] for side in (x.shape, x.stride))
-    if 0 in (*size, *x.shape) or not TensorMeta(tuple(shape), tuple(steps), x.dtype).row_major:
+    if 0 in (*size, *x.shape):
         return []
+    order = sorted(range(len(x.shape)), key=lambda dim: (-x.stride[dim], dim))
+    shape, steps = (tuple([side[dim] for dim in order]) for side in (x.shape, x.stride))
     pairs = list(zip(size, stride, strict=True))
     dims = sorted([dim for dim, (n, step) in enumerate(pairs) if n > 1 and step], key=lambda dim: -stride[dim])
     first: Views = [("permute", (order,))] if order != sorted(order) else []
@@ -36,7 +36,20 @@ def views_of(x: TensorMeta, size: Sizes, stride: Sizes, offset: int) -> list[Vie
     last += [("unsqueeze", (dim,)) for dim in range(len(size)) if dim not in dims]
     last += [("expand", (tuple(size),))] if any(n > 1 and not step for n, step in pairs) else []
     lines = [pairs[dim] for dim in dims]
-    return [[*first, *taken, *last] for taken in _taken(tuple(shape), lines, offset)]
+    packed = TensorMeta(shape, steps, x.dtype).row_major
+    ways = _taken(shape, lines, offset) if packed else _of_own(shape, steps, lines) if not offset else ()
+    return [[*first, *taken, *last] for taken in ways]
+
+
+def _of_own(shape: Sizes, steps: Sizes, lines: Sequence[Line]) -> Iterator[Views]:
+    """The lines, the longest steps first, of dims that lie apart, from the first element on."""
+    left = list(lines)
+    index: list[int | slice] = []
+    for size, step in zip(shape, steps, strict=True):
+        fits = bool(left) and left[0][1] == step and left[0][0] <= size
+        index.append(slice(left.pop(0)[0]) if fits else 0)
+    if not left:
+        yield [("__getitem__", (tuple(index),))]
 
 
 def _taken(shape: tuple[int, ...], lines: Sequence[Line], offset: int) -> Iterator[Views]:
