@@ -175,3 +175,16 @@ def test_as_strided_that_would_move_or_count_from_elsewhere_is_refused() -> None
             x[2:].as_strided((8,), (1,), 8)
 
     sim.run(body, 2)
+
+
+@pytest.mark.parametrize("asked", [((3, 8), (16, 1), 0), ((8, 5), (1, 8), 0), ((4, 10), (10, 1), 0)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_copy_of_a_view_by_strides_is_that_of_the_whole(asked, dim) -> None:
+    def body():
+        x = cut(Shard(dim)).detach()
+        found = torch.as_strided_copy(x, *asked)
+        assert found.stride() == torch.as_strided_copy(DENSE, *asked).stride()
+        found.zero_()
+        return torch.as_strided_copy(x, *asked).full_tensor()
+
+    assert all(torch.equal(found, DENSE.as_strided(*asked)) for found in sim.run(body, 2))

@@ -96,6 +96,17 @@ def as_strided(x: torch.Tensor, size: list[int], stride: list[int], storage_offs
         return x.as_strided(size, stride, storage_offset)
 
 
+def as_strided_copy(
+    x: torch.Tensor, size: list[int], stride: list[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    """A copy of what `as_strided` gives, for which ``x`` moves where that is no view."""
+    try:
+        return as_strided(x, size, stride, storage_offset).clone(memory_format=torch.contiguous_format)
+    except ViewError:
+        with _Excluded(MARKED):
+            return torch.as_strided_copy(x, size, stride, storage_offset)
+
+
 def _no_view(x: torch.Tensor, size: list[int], stride: list[int], offset: int | None) -> ViewError:
     spec: Spec = x._spec  # type: ignore[attr-defined]
     lying = tuple([own if isinstance(own, Partial) else Replicate() for own in spec.placements])
@@ -140,6 +151,7 @@ def _at_the_key() -> tuple[torch.library.Library, ...]:
     for name, call in MAY_COPY.items():
         own.impl(name, by_the_cheapest_road(name, call))
     own.impl("as_strided", as_strided)
+    own.impl("as_strided_copy", as_strided_copy)
     for name in ("tensor_split.sections", "tensor_split.indices"):
         own.impl(name, tensor_split)
     return others, own
