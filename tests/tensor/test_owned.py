@@ -109,6 +109,9 @@ def test_what_shares_memory_is_refused_to_be_written_on_every_rank_or_written() 
         for write in (lambda y: y.add_(1), lambda y: y.copy_(y + 1), lambda y: torch.add(y, 1, out=y)):
             with pytest.raises(InplaceError, match="one place in memory"):
                 write(x[5].expand(3))
+        distribute_tensor(torch.zeros(3, 8), x.device_mesh, [Shard(1)]).add_(1)  # a call like the next
+        with pytest.raises(InplaceError, match="one place in memory"):
+            x.expand(3, 8).add_(1)
         x[5].expand(3).fill_(7)
         return x.full_tensor()
 

@@ -350,3 +350,10 @@ def test_a_slice_of_a_dim_that_two_axes_cut_is_refused_only_where_no_placements_
 def any_cuts(size: int) -> list:
     sizes = [pair for pair in product(range(size + 1), repeat=2) if 0 < sum(pair) <= size]
     return [Shard(0), *(StridedShard(0, n) for n in range(2, size + 1)), *(RaggedShard(0, pair) for pair in sizes)]
+
+
+def test_blocks_that_one_rank_holds_all_of_are_no_cut() -> None:
+    with use_world(dry_world(0, 2)):
+        spec = spec_of(init_device_mesh("cpu", (1, 2)), [StridedShard(0, 2), Replicate()], (4,))
+        for view in (lambda x: x.unfold(0, 2, 1), lambda x: x[1:3], lambda x: x.view(2, 2).diagonal()):
+            assert _refusal(view, spec) is None

@@ -166,7 +166,7 @@ def fitted(known: Ready, kind: Any, op: Op, args: Args, kwargs: Kwargs, specs: S
         if known.normalized is (run is op):
             return None
         run = run if known.normalized else known.local
-    if known.written and not (known.relabels or _keeps_shapes(known, args, kwargs, outputs)):
+    if known.written and not (known.relabels or _keeps_places(known, args, kwargs, outputs)):
         return None
     return known.again(run, _moved(known, outline, specs), outputs)
 
@@ -188,9 +188,13 @@ def _metas_of(specs: Sequence[Spec | None]) -> tuple[TensorMeta | None, ...]:
     return tuple([None if spec is None else spec.meta for spec in specs])
 
 
-def _keeps_shapes(known: Ready, args: Args, kwargs: Kwargs, outputs: tuple[Spec | None, ...]) -> bool:
-    pairs = zip(known.written, outputs, strict=False)
-    return all(output is None or _operand(args, kwargs, place).shape == output.shape for place, output in pairs)
+def _keeps_places(known: Ready, args: Args, kwargs: Kwargs, outputs: tuple[Spec | None, ...]) -> bool:
+    """Whether what is written to keeps its shape, and is not at several places one in memory."""
+    pairs = [(_operand(args, kwargs, place), output) for place, output in zip(known.written, outputs, strict=False)]
+    return all(
+        output is None or (target.shape == output.shape and not _overlaps(target.shape, target.stride()))
+        for target, output in pairs
+    )
 
 
 def reads_no_numbers(op: Op) -> bool:
@@ -467,9 +471,13 @@ def _check_written(asked: Asked, plan: OpPlan, traits: Signature) -> None:
             )
 
 
+def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    return 0 not in shape and any(n > 1 and not step for n, step in zip(shape, stride, strict=True))
+
+
 def _check_apart(asked: Asked, target: TensorMeta) -> None:
     """Refuse what torch refuses, and a part may not show: to write to elements that share memory."""
-    if 0 not in target.shape and any(n > 1 and not step for n, step in zip(target.shape, target.stride, strict=True)):
+    if _overlaps(target.shape, target.stride):
         what = f"{asked.op} would write to elements of which several are one place in memory"
         raise InplaceError(message(what, asked=asked, do="clone() it first, or use the out-of-place operator"))
 

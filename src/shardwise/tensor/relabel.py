@@ -83,7 +83,7 @@ def _part(spec: Spec, coordinate: tuple[int, ...], dims: frozenset[int] | None =
         if isinstance(own, Owned) and own.index != index and parts > 1:
             return None
     box = tuple(
-        spec.intervals(dim, coordinate) if dims is None or dim in dims else ((0, size),)
+        merged(spec.intervals(dim, coordinate)) if dims is None or dim in dims else ((0, size),)
         for dim, size in enumerate(spec.shape)
     )
     return box if volume(box) else None
