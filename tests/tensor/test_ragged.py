@@ -192,31 +192,6 @@ def test_arguments_that_differ_from_rank_to_rank_are_refused_on_every_rank(name)
     sim.run(body, 4)
 
 
-WHOLES = {
-    "the dtype": lambda x: x.double(),
-    "the shape": lambda x: x[:3],
-    "the strides": lambda x: x.t().contiguous().t(),
-    "what it is": lambda x: x.to_sparse(),
-    "whether it requires a gradient": lambda x: x.requires_grad_(),
-    "whether it is a leaf": lambda x: x.requires_grad_().detach().requires_grad_() * 1,
-    "the device": lambda x: x.to("meta"),
-}
-
-
-@pytest.mark.parametrize("name", WHOLES)
-@pytest.mark.parametrize("placement", [Shard(1), Replicate()], ids=str)
-def test_whole_tensors_that_differ_from_rank_to_rank_are_not_distributed(name, placement) -> None:
-    def body():
-        mesh, whole = line(), torch.ones(4, 4)
-        if name == "whether it is a leaf":
-            whole.requires_grad_()
-        given = WHOLES[name](whole.clone().detach()) if mesh.get_local_rank() == 1 else whole
-        with pytest.raises(PlacementError, match=f"do not agree on {name}(.|\n)*rank 1 has .*, and rank 0 has "):
-            distribute_tensor(given, mesh, [placement])
-
-    sim.run(body, 4)
-
-
 def test_reshape_moves_where_view_refuses_and_explicit_forbids_it() -> None:
     def body():
         x = distribute_tensor(DENSE, line(), [Shard(1)])

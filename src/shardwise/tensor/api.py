@@ -15,7 +15,6 @@ from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import Group, saying
 from shardwise.sharding.placement import Cut, Partial, Placement, Replicate
 from shardwise.sharding.spec import Spec, TensorMeta, check_sizes, normalize
-from shardwise.tensor.agree import Fact, check_alike, facts_of
 from shardwise.tensor.dtensor import DTensor, mesh_or_current
 
 Placements = Sequence[Placement]
@@ -42,8 +41,6 @@ def distribute_tensor(
     [[0, 1, 2], [3, 4]]
     """
     mesh = mesh_or_current(device_mesh)
-    if src_data_rank is not None and mesh.get_coordinate() is not None:
-        check_alike(_facts(tensor, placements, src_data_rank), mesh, "distribute_tensor")
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(
             message(
@@ -72,19 +69,6 @@ def distribute_tensor(
         local = _distributed(tensor.detach(), spec, coordinate, src_data_rank)
     made = DTensor._wrap(local, spec, tensor.requires_grad)
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made  # type: ignore[return-value]
-
-
-def _facts(tensor: object, placements: object, source: int) -> list[Fact]:
-    plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_nested
-    return [
-        *facts_of(tensor),
-        Fact("the placements", placements),
-        Fact("src_data_rank", source),
-        Fact("the shape", [*tensor.shape] if plain else None),  # type: ignore[attr-defined]
-        Fact("the strides", [*tensor.stride()] if plain else None),  # type: ignore[attr-defined]
-        Fact("whether it is a leaf", getattr(tensor, "is_leaf", None)),
-        Fact("whether it is a Parameter", isinstance(tensor, nn.Parameter)),
-    ]
 
 
 def _copied(meta: TensorMeta) -> TensorMeta:
