@@ -12,10 +12,10 @@ from torch import Tensor
 
 from shardwise.mesh.mesh import DeviceMesh, init_device_mesh
 from shardwise.mesh.world import dry_world, use_world
-from shardwise.sharding.placement import Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.sharding.placement import Owned, Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta
 
-AXES = ("dp", "tp", "pp")
+AXES = ("dp", "tp", "pp", "ep")
 NEUTRAL = {"sum": 0, "bxor": 0, "norm": 0, "product": 1}
 COMBINE: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
     "sum": lambda terms: reduce(torch.add, terms),
@@ -26,7 +26,7 @@ COMBINE: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
     "band": lambda terms: reduce(torch.bitwise_and, terms),
     "bor": lambda terms: reduce(torch.bitwise_or, terms),
     "bxor": lambda terms: reduce(torch.bitwise_xor, terms),
-    "norm": lambda terms: reduce(torch.hypot, terms),
+    "norm": lambda terms: reduce(torch.hypot, terms).copysign(reduce(torch.add, terms)),
 }
 
 
@@ -75,9 +75,19 @@ def cut(tensor: Tensor, placement: Placement, parts: int) -> list[Tensor]:
                 chunk(block, parts, placement.dim) for block in chunk(tensor, placement.split_factor, placement.dim)
             ]
             return [torch.cat(pieces, placement.dim) for pieces in zip(*blocks, strict=True)]
+        case RaggedShard():
+            shares = [sum(placement.sizes[:index]) for index in range(parts + 1)]
+            bounds = [share * tensor.shape[placement.dim] // shares[-1] for share in shares]
+            return [tensor.narrow(placement.dim, *_span(*pair)) for pair in itertools.pairwise(bounds)]
+        case Owned():
+            return [tensor if index == placement.index else torch.zeros_like(tensor) for index in range(parts)]
         case Partial():
             return terms(tensor, placement.reduce_op, parts)
     return [tensor] * parts
+
+
+def _span(start: int, stop: int) -> tuple[int, int]:
+    return start, stop - start
 
 
 def terms(tensor: Tensor, reduce_op: str, parts: int) -> list[Tensor]:

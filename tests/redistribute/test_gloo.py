@@ -16,7 +16,7 @@ from shardwise.sharding.placement import Partial, Placement, Replicate, Shard, S
 
 SHAPE = (5, 6)
 WAYS = placed(2, 2, StridedShard(0, split_factor=2))
-DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bfloat16)
+DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bfloat16, torch.int16)
 
 
 def asked() -> list[tuple[torch.dtype, tuple[Placement, ...], tuple[Placement, ...]]]:

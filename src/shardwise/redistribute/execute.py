@@ -8,7 +8,7 @@ how to lay it out once it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from math import prod
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwise.comm import wire
 from shardwise.comm.async_tensor import AsyncCollectiveTensor
 from shardwise.mesh.world import Group
+from shardwise.redistribute.carriers import Carrier, carrier
 from shardwise.redistribute.parcels import Box, Parcels, parcels, places
 from shardwise.redistribute.steps import (
     AllGather,
@@ -29,7 +30,7 @@ from shardwise.redistribute.steps import (
     Step,
     local_sizes,
 )
-from shardwise.sharding.placement import Cut, Intervals, Shard
+from shardwise.sharding.placement import Cut, Intervals, Owned, Shard
 from shardwise.sharding.spec import Spec
 
 REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -112,6 +113,8 @@ def _stages(src: Spec, steps: tuple[Step, ...]) -> tuple[Stage, ...]:
 
 def _start(stage: Stage, local: Tensor, coordinate: Coordinate) -> Sent | Tensor:
     spec, step = stage
+    if not spec.shape and _lies_elsewhere(step, spec, coordinate):
+        return local.clone()
     match step:
         case Slice():
             return _slice(step, spec, local, coordinate)
@@ -130,6 +133,12 @@ def _start(stage: Stage, local: Tensor, coordinate: Coordinate) -> Sent | Tensor
     raise AssertionError(f"not a step: {step}")
 
 
+def _lies_elsewhere(step: Step, spec: Spec, coordinate: Coordinate) -> bool:
+    """Whether, by the axes that the step leaves alone, no rank of the group here has or is to have the tensor."""
+    owners = [(axis, own.index) for axis, own in enumerate(spec.placements) if isinstance(own, Owned)]
+    return any(axis not in step.axes and coordinate[axis] != index for axis, index in owners)
+
+
 def finish(sent: Sent | Tensor) -> Tensor:
     """Wait for a move, and return its result."""
     if not isinstance(sent, Sent):
@@ -146,7 +155,7 @@ def finish_later(sent: Sent | Tensor, spec: Spec, coordinate: Coordinate | None)
     if unpack is None:
         if spec.meta.row_major:
             return AsyncCollectiveTensor(arriving)
-        unpack = _itself
+        unpack = Tensor.detach
     # What travels may be of another dtype than what it stands for.
     result = spec.meta.lay_out(arriving.new_empty(spec.local_shape(coordinate), dtype=spec.meta.dtype))
     wire.unpacking(result, arriving, lambda: result.copy_(unpack(arriving)))
@@ -166,56 +175,10 @@ def _make_partial(step: MakePartial, local: Tensor, coordinate: Coordinate) -> T
 
 
 def _all_reduce(step: AllReduce, local: Tensor, group: Group) -> Sent:
-    told = _told(step.reduce_op, local.dtype)
-    if told is None:
+    stands = carrier(step.reduce_op, local.dtype)
+    if stands is None:
         return Sent(wire.all_reduce(local, step.reduce_op, group, axis=step.name))
-    reduced = wire.all_reduce(told.there(local), told.reduce_op, group, axis=step.name)
-    return Sent(reduced, told.back)
-
-
-class Told(NamedTuple):
-    """A reduction that the wire does as another one, ``reduce_op``, of numbers that stand for those it is about."""
-
-    reduce_op: str
-    there: Callable[[Tensor], Tensor]
-    back: Callable[[Tensor], Tensor]
-
-
-def _told(reduce_op: str, dtype: torch.dtype) -> Told | None:
-    if reduce_op == "norm":
-        return Told("sum", _squared, partial(_rooted, dtype=dtype))
-    if reduce_op in ("max", "min") and dtype.is_floating_point:
-        return Told(reduce_op, partial(_ranked, reduce_op=reduce_op), partial(_unranked, dtype=dtype))
-    return None
-
-
-# In double precision the square of a float keeps all its digits, and its root is the float.
-
-
-def _squared(local: Tensor) -> Tensor:
-    wide = local.double()
-    return wide * wide.abs()
-
-
-def _rooted(squares: Tensor, dtype: torch.dtype) -> Tensor:
-    return squares.abs().sqrt().copysign(squares).to(dtype)
-
-
-# Backends lose what is not a number when they compare. As integers in the same order, such numbers stand beyond the
-# infinities: the bits of a float rank it among those of its sign, and those of a negative one the other way round.
-_RANKS = {torch.float64: torch.int64}
-
-
-def _ranked(local: Tensor, reduce_op: str) -> Tensor:
-    wide = local if local.dtype is torch.float64 else local.float()
-    spoilt = torch.full((), torch.nan if reduce_op == "max" else -torch.nan, dtype=wide.dtype, device=wide.device)
-    bits = torch.where(wide.isnan(), spoilt, wide).view(_RANKS.get(wide.dtype, torch.int32))
-    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
-
-
-def _unranked(ranks: Tensor, dtype: torch.dtype) -> Tensor:
-    bits = torch.where(ranks < 0, ranks ^ torch.iinfo(ranks.dtype).max, ranks)
-    return bits.view(torch.float64 if dtype is torch.float64 else torch.float32).to(dtype)
+    return Sent(wire.all_reduce(stands.there(local), stands.reduce_op, group, axis=step.name), stands.back)
 
 
 def _all_gather(step: AllGather, spec: Spec, local: Tensor, coordinate: Coordinate, group: Group) -> Sent | Tensor:
@@ -234,21 +197,21 @@ def _all_gather(step: AllGather, spec: Spec, local: Tensor, coordinate: Coordina
 
 def _reduce_scatter(step: ReduceScatter, spec: Spec, local: Tensor, coordinate: Coordinate, group: Group) -> Sent:
     own, parts = step.after(spec).local_shape(coordinate), step.parts(spec)
-    if not step.is_even(spec):
-        return _reduce_parts(step, local, places(tuple(local.shape), parts, step.cuts), group)
-    told = _told(step.reduce_op, local.dtype) or Told(step.reduce_op, _itself, _itself)
-    summed, plain = told.there(local), all(isinstance(cut, Shard) for cut in step.cuts)
-    boxes = () if plain else places(tuple(local.shape), parts, step.cuts)
-    dealt = _deal(summed, step.cuts, parts, own) if plain else torch.cat([_select(summed, box) for box in boxes])
-    reduced = wire.reduce_scatter(dealt, told.reduce_op, group, axis=step.name)
-    return Sent(reduced, None if told.back is _itself else told.back)
+    stands = carrier(step.reduce_op, local.dtype)
+    if step.is_exchanged(spec):
+        return _reduce_parts(step, local, places(tuple(local.shape), parts, step.cuts), group, stands)
+    reduce_op, summed = (step.reduce_op, local) if stands is None else (stands.reduce_op, stands.there(local))
+    if all(isinstance(cut, Shard) for cut in step.cuts):
+        dealt = _deal(summed, step.cuts, parts, own)
+    else:
+        dealt = torch.cat([_select(summed, box) for box in places(tuple(local.shape), parts, step.cuts)])
+    reduced = wire.reduce_scatter(dealt, reduce_op, group, axis=step.name)
+    return Sent(reduced, None if stands is None else stands.back)
 
 
-def _itself(part: Tensor) -> Tensor:
-    return part
-
-
-def _reduce_parts(step: ReduceScatter, local: Tensor, boxes: tuple[Box, ...], group: Group) -> Sent:
+def _reduce_parts(
+    step: ReduceScatter, local: Tensor, boxes: tuple[Box, ...], group: Group, stands: Carrier | None
+) -> Sent:
     """Every rank is sent its part of each term, of whatever size, and reduces them in the order of ranks."""
     here, own = group.index, boxes[group.index]
     sent = [0 if index == here else box.volume for index, box in enumerate(boxes)]
@@ -259,8 +222,8 @@ def _reduce_parts(step: ReduceScatter, local: Tensor, boxes: tuple[Box, ...], gr
     def reduced(arrived: Tensor) -> Tensor:
         terms = list(arrived.view(group.size - 1, *own.shape))
         terms.insert(here, kept)
-        if step.reduce_op == "norm":
-            return _rooted(reduce(torch.add, map(_squared, terms)), local.dtype)
+        if stands is not None:
+            return stands.back(reduce(REDUCE[stands.reduce_op], map(stands.there, terms)))
         total: Tensor = reduce(REDUCE[step.reduce_op], terms)
         return total / group.size if step.reduce_op == "avg" else total
 
@@ -287,6 +250,11 @@ def _order(cuts: tuple[Cut, ...], ndim: int) -> list[int]:
 
 
 def _all_to_all(step: AllToAll, spec: Spec, local: Tensor, coordinate: Coordinate, group: Group) -> Sent | Tensor:
+    if (root := step.root) is not None:
+        owner = 0
+        for place, parts in zip(root, step.parts(spec), strict=True):
+            owner = owner * parts + place
+        return Sent(wire.broadcast(local, owner, group, axis=step.name))
     after = step.after(spec).local_shape(coordinate)
     if not _is_dealt(step, local, after, group.size):
         own, talks = _parcels(step, spec, coordinate, group.index)

@@ -114,13 +114,10 @@ def _traffic(grid: Grid) -> tuple[int, int]:
 
 def _most(before: Sequence[Held | None], after: Sequence[Held | None]) -> tuple[int, int]:
     """The most that a member sends and that one receives, where every element wanted is wanted by equally many."""
-    have, want = ([held for held in side if held is not None] for side in (before, after))
     if None in before or None in after:  # a tensor without dims, which lies on one rank
-        return (
-            (1, 1)
-            if any(held is None and wanted is not None for held, wanted in zip(before, after, strict=True))
-            else (0, 0)
-        )
+        sent_by, received_by = loads(before, after)
+        return max(sent_by), max(received_by)
+    have, want = ([held for held in side if held is not None] for side in (before, after))
     kept = [volume(common(*pair)) for pair in zip(have, want, strict=True)]
     received = max(volume(wanted) - own for wanted, own in zip(want, kept, strict=True))
     anywhere = tuple([_union(dim) for dim in zip(*want, strict=True)])
@@ -129,10 +126,10 @@ def _most(before: Sequence[Held | None], after: Sequence[Held | None]) -> tuple[
     for part, holders in _holders(have).items():
         total = times * volume(common(part, anywhere)) - sum([kept[holder] for holder in holders])
         if len(holders) > 1 and total and len(have) <= MANY:
-            loads = dict.fromkeys(holders, 0)
+            load = dict.fromkeys(holders, 0)
             for _, sender, piece in _from_several(part, holders, want):
-                loads[sender] += volume(piece)
-            sent = max(sent, *loads.values())
+                load[sender] += volume(piece)
+            sent = max(sent, *load.values())
         else:
             sent = max(sent, -(-total // len(holders)))
     return sent, received

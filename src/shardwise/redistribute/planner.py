@@ -16,9 +16,10 @@ import torch
 
 from shardwise.errors import RedistributeError, message
 from shardwise.redistribute import search, shards
+from shardwise.redistribute.carriers import width
 from shardwise.redistribute.cost import Cost, seconds
 from shardwise.redistribute.parcels import unit_of
-from shardwise.redistribute.steps import ReduceScatter, Step, direct
+from shardwise.redistribute.steps import AllReduce, ReduceScatter, Step, direct
 from shardwise.redistribute.topology import Topology, current_topology
 from shardwise.sharding.placement import Cut, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta, dtype_name
@@ -108,7 +109,9 @@ def _plain(placement: Placement) -> Placement:
 
 
 def _may_waste(step: Step, spec: Spec) -> bool:
-    """Whether ranks are sent unequally much, so that a longer way may be cheaper."""
+    """Whether ranks are sent unequally much, or terms travel wider than they are, so that a longer way may pay."""
+    if isinstance(step, AllReduce):
+        return step.is_wide(spec)
     return isinstance(step, ReduceScatter) and not step.is_even(spec)
 
 
@@ -122,16 +125,24 @@ def _reduced(start: Spec, goal: Spec) -> tuple[Spec, Spec, int]:
     cut = {placement.dim for placement in lying if isinstance(placement, Cut)}
     pending = any(placement.is_partial() for placement in lying)
     spare = _spare(start, cut) if pending else -1
-    shape, scale = [], start.meta.dtype.itemsize
+    dtype = torch.uint8 if not pending or _is_narrow(start, goal) else start.meta.dtype
+    shape, scale = [], start.meta.dtype.itemsize // dtype.itemsize
     for dim, size in enumerate(start.shape):
         unit = _unit(start, goal, dim, pending) if dim in cut or dim == spare else 1
         roughly = dim == spare and size >= ROUGH * unit  # a plan is as good if it takes a long dim for an even one
         small = unit if unit and size and (roughly or size % unit == 0) else size
         shape.append(small)
         scale *= -(-size // small) if small else 1
-    meta = TensorMeta.contiguous(shape, torch.uint8)
+    meta = TensorMeta.contiguous(shape, dtype)
     excess = max(scale.bit_length() - DIGITS, 0)
     return Spec(start.mesh, start.placements, meta), Spec(goal.mesh, goal.placements, meta), scale >> excess << excess
+
+
+def _is_narrow(*sides: Spec) -> bool:
+    """Whether nothing pending travels wider than it is: then a dtype counts by its bytes alone."""
+    dtype = sides[0].meta.dtype
+    pending = {own.reduce_op for side in sides for own in side.placements if isinstance(own, Partial)}
+    return all(width(reduce_op, dtype) == dtype.itemsize for reduce_op in pending)
 
 
 def _spare(spec: Spec, cut: set[int]) -> int:

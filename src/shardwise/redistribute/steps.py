@@ -16,6 +16,7 @@ from functools import lru_cache
 from math import prod
 
 from shardwise._value import value
+from shardwise.redistribute.carriers import width
 from shardwise.redistribute.parcels import Grid, traffic
 from shardwise.sharding.placement import LINEAR, Cut, Owned, Partial, Placement, Replicate, Shard
 from shardwise.sharding.spec import Spec
@@ -106,8 +107,9 @@ class AllGather(Step):
 class ReduceScatter(Step):
     """Do a pending reduction, and keep a part of the result: partial to cut.
 
-    Where the parts are not equally large, each rank is sent its part of all terms and adds them up: so nothing is
-    padded, and a rank sends what the others are to hold and no more, which is the least that tells them of its term.
+    Where the parts are not equally large, or the terms would travel wider than they are, each rank is sent its part of
+    all terms and adds them up: so nothing is padded or widened, and a rank sends what the others are to hold and no
+    more, which is the least that tells them of its term.
     """
 
     axes: Axes
@@ -123,6 +125,10 @@ class ReduceScatter(Step):
         """Whether the parts are equally large."""
         after = self.after(spec)
         return all(is_even(after, axis) for axis in self.axes)
+
+    def is_exchanged(self, spec: Spec) -> bool:
+        """Whether the ranks send each other the terms, and no backend reduces them."""
+        return not self.is_even(spec) or width(self.reduce_op, spec.meta.dtype) > spec.meta.dtype.itemsize
 
     def traffic(self, spec: Spec) -> tuple[int, int]:
         others = self.ranks(spec) - 1
@@ -145,7 +151,7 @@ class ReduceScatter(Step):
 
     def peak(self, spec: Spec) -> int:
         after = largest_nbytes(self.after(spec))
-        if self.is_even(spec):
+        if not self.is_exchanged(spec):
             return largest_nbytes(spec) + (self.ranks(spec) + 1) * after
         return largest_nbytes(spec) + sum(self.traffic(spec)) + after
 
@@ -167,8 +173,18 @@ class AllReduce(Step):
 
     def traffic(self, spec: Spec) -> tuple[int, int]:
         ranks = self.ranks(spec)
-        sent = 2 * (ranks - 1) * largest_nbytes(spec) // ranks
+        sent = 2 * (ranks - 1) * self._travelling(spec) // ranks
         return sent, sent
+
+    def is_wide(self, spec: Spec) -> bool:
+        """Whether the terms travel wider than they are."""
+        return width(self.reduce_op, spec.meta.dtype) > spec.meta.dtype.itemsize
+
+    def peak(self, spec: Spec) -> int:
+        return Step.peak(self, spec) + 2 * self._travelling(spec) * self.is_wide(spec)
+
+    def _travelling(self, spec: Spec) -> int:
+        return largest_nbytes(spec) // spec.meta.dtype.itemsize * width(self.reduce_op, spec.meta.dtype)
 
     def __repr__(self) -> str:
         return f"all_reduce({self.name}, {self.reduce_op})"
@@ -179,7 +195,8 @@ class AllToAll(Step):
     """Lie otherwise: each rank is sent exactly what it is to hold and lacks, each part by one of those that hold it.
 
     It goes over ``axes`` without the axes ``apart``: over these the tensor is replicated, and each of their ranks is
-    served by those that stand where it does. ``name`` is that of the axes that it goes over.
+    served by those that stand where it does. ``name`` is that of the axes that it goes over. What one rank holds and
+    all are to hold is broadcast.
     """
 
     axes: Axes
@@ -196,7 +213,16 @@ class AllToAll(Step):
     def group(self) -> Axes:
         return tuple([axis for axis in self.axes if axis not in self.apart])
 
+    @property
+    def root(self) -> tuple[int, ...] | None:
+        """Where the rank stands on the axes that alone has what all are to have; None if that is not so."""
+        owners = tuple([source.index for source in self.sources if isinstance(source, Owned)])
+        alone = len(owners) == len(self.sources) and all(aim.is_replicate() for aim in self.aims)
+        return owners if alone else None
+
     def traffic(self, spec: Spec) -> tuple[int, int]:
+        if self.root is not None:
+            return spec.meta.dtype.itemsize, spec.meta.dtype.itemsize
         return _exchanged(self, spec)
 
     def peak(self, spec: Spec) -> int:
