@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from heapq import heapreplace
 from math import gcd, prod
+from operator import sub
 from typing import NamedTuple
 
 from shardwise.redistribute.bits import told
@@ -118,21 +120,56 @@ def _most(before: Sequence[Held | None], after: Sequence[Held | None]) -> tuple[
         sent_by, received_by = loads(before, after)
         return max(sent_by), max(received_by)
     have, want = ([held for held in side if held is not None] for side in (before, after))
-    kept = [volume(common(*pair)) for pair in zip(have, want, strict=True)]
-    received = max(volume(wanted) - own for wanted, own in zip(want, kept, strict=True))
+    shared = _Shared(want)
+    kept = [shared.of(*pair) for pair in zip(have, want, strict=True)]
+    received = max(map(sub, map(volume, want), kept))
     anywhere = tuple([_union(dim) for dim in zip(*want, strict=True)])
     times = sum(map(volume, want)) // max(volume(anywhere), 1)
     sent = 0
     for part, holders in _holders(have).items():
         total = times * volume(common(part, anywhere)) - sum([kept[holder] for holder in holders])
         if len(holders) > 1 and total and len(have) <= MANY:
-            load = dict.fromkeys(holders, 0)
-            for _, sender, piece in _from_several(part, holders, want):
-                load[sender] += volume(piece)
-            sent = max(sent, *load.values())
+            sizes = shared.of_all(part)
+            for holder in holders:
+                sizes[holder] = 0
+            sent = max(sent, _heaviest(sizes, len(holders)))
         else:
             sent = max(sent, -(-total // len(holders)))
     return sent, received
+
+
+class _Shared:
+    """How many elements boxes have in common with those of ``want``; along a dim, each pair is compared once."""
+
+    def __init__(self, want: Sequence[Held]) -> None:
+        self.want = want
+        self.known: list[dict[Intervals, dict[Intervals, int]]] = [{} for _ in want[0]]
+
+    def of(self, box: Held, wanted: Held) -> int:
+        """With one."""
+        found = 1
+        for known, here, there in zip(self.known, box, wanted, strict=True):
+            lengths = known.setdefault(here, {})
+            if there not in lengths:
+                lengths[there] = length(here if here == there else intersect(here, there))
+            found *= lengths[there]
+        return found
+
+    def of_all(self, box: Held) -> list[int]:
+        """With each."""
+        found = {wanted: self.of(box, wanted) for wanted in dict.fromkeys(self.want)}
+        return [found[wanted] for wanted in self.want]
+
+
+def _heaviest(sizes: list[int], holders: int) -> int:
+    """The largest load when each of ``sizes`` in turn goes to the holder that has least."""
+    sizes = [size for size in sizes if size]
+    if len(set(sizes)) < 2:
+        return -(-len(sizes) // holders) * max(sizes, default=0)
+    load = [0] * holders
+    for size in sizes:
+        heapreplace(load, load[0] + size)
+    return max(load)
 
 
 def _union(several: Iterable[Intervals]) -> Intervals:
@@ -214,7 +251,8 @@ def _spread(
     spread: list[Held | None] = [tuple([((0, size),) for size in sizes])]
     for placement, count, place in zip(placements, parts, fixed or (None,) * len(parts), strict=True):
         indices = range(count) if place is None else (place,)
-        spread = [_part(held, placement, count, index) for held in spread for index in indices]
+        parts_of = {held: [_part(held, placement, count, index) for index in indices] for held in dict.fromkeys(spread)}
+        spread = [part for held in spread for part in parts_of[held]]
     return tuple(spread)
 
 
@@ -224,7 +262,7 @@ def _part(held: Held | None, placement: Placement, parts: int, index: int) -> He
     if not isinstance(placement, Cut):
         return held
     whole = held[placement.dim]
-    kept = _locate_back(whole, placement.intervals(length(whole), parts, index))
+    kept = locate_back(whole, placement.intervals(length(whole), parts, index))
     return (*held[: placement.dim], kept, *held[placement.dim + 1 :])
 
 
@@ -290,7 +328,7 @@ def locate(intervals: Intervals, within: Intervals) -> Intervals:
     return tuple(located)
 
 
-def _locate_back(within: Intervals, positions: Intervals) -> Intervals:
+def locate_back(within: Intervals, positions: Intervals) -> Intervals:
     """The intervals that stand at ``positions`` when those of ``within`` stand one after the other."""
     found, offset = [], 0
     for low, high in within:

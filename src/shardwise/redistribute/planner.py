@@ -118,18 +118,18 @@ def _may_waste(step: Step, spec: Spec) -> bool:
 def _reduced(start: Spec, goal: Spec) -> tuple[Spec, Spec, int]:
     """Two specs of which the plan is the same, of bytes and of sizes as small as can be; and how much smaller.
 
-    A dim that is cut into equal parts is as small as these parts allow. The others have the size 1, except one that may
-    be cut on the way if a reduction is pending.
+    A dim that is cut into equal parts is as small as these parts allow. The others have the size 1, except those that
+    may be cut on the way if a reduction is pending.
     """
     lying = [placement for side in (start, goal) for placement in side.placements]
     cut = {placement.dim for placement in lying if isinstance(placement, Cut)}
     pending = any(placement.is_partial() for placement in lying)
-    spare = _spare(start, cut) if pending else -1
-    dtype = torch.uint8 if not pending or _is_narrow(start, goal) else start.meta.dtype
+    spare = _spare(start, cut) if pending else []
+    dtype = _alike(start, goal) if pending else torch.uint8
     shape, scale = [], start.meta.dtype.itemsize // dtype.itemsize
     for dim, size in enumerate(start.shape):
-        unit = _unit(start, goal, dim, pending) if dim in cut or dim == spare else 1
-        roughly = dim == spare and size >= ROUGH * unit  # a plan is as good if it takes a long dim for an even one
+        unit = _unit(start, goal, dim, pending) if dim in cut or dim in spare else 1
+        roughly = dim in spare and size >= ROUGH * unit  # a plan is as good if it takes a long dim for an even one
         small = unit if unit and size and (roughly or size % unit == 0) else size
         shape.append(small)
         scale *= -(-size // small) if small else 1
@@ -138,19 +138,24 @@ def _reduced(start: Spec, goal: Spec) -> tuple[Spec, Spec, int]:
     return Spec(start.mesh, start.placements, meta), Spec(goal.mesh, goal.placements, meta), scale >> excess << excess
 
 
-def _is_narrow(*sides: Spec) -> bool:
-    """Whether nothing pending travels wider than it is: then a dtype counts by its bytes alone."""
+_PLAIN = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def _alike(*sides: Spec) -> torch.dtype:
+    """A dtype that counts as theirs does: if nothing pending travels wider than it is, by its bytes alone."""
     dtype = sides[0].meta.dtype
     pending = {own.reduce_op for side in sides for own in side.placements if isinstance(own, Partial)}
-    return all(width(reduce_op, dtype) == dtype.itemsize for reduce_op in pending)
+    wide = any(width(reduce_op, dtype) > dtype.itemsize for reduce_op in pending)
+    return dtype if wide else _PLAIN[dtype.itemsize]
 
 
-def _spare(spec: Spec, cut: set[int]) -> int:
-    """The first dim that is not cut and all axes could cut evenly; else the largest; -1 if there is none."""
+def _spare(spec: Spec, cut: set[int]) -> list[int]:
+    """Of the dims that are not cut the first that all axes could cut evenly, or nearly; all if there is none."""
     free = [dim for dim in range(spec.ndim) if dim not in cut]
     whole = prod(spec.mesh.shape)
     even = [dim for dim in free if spec.shape[dim] % whole == 0]
-    return (even or sorted(free, key=lambda dim: -spec.shape[dim]) or [-1])[0]
+    long = sorted([dim for dim in free if spec.shape[dim] >= ROUGH * whole], key=lambda dim: -spec.shape[dim])
+    return [*even, *long][:1] or [dim for dim in free if spec.shape[dim] > 1]
 
 
 def _unit(start: Spec, goal: Spec, dim: int, pending: bool) -> int:

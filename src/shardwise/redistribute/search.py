@@ -8,56 +8,109 @@ every change of one axis tried.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import count
+from math import prod
+from typing import NamedTuple
 
 from shardwise.redistribute import shards
-from shardwise.redistribute.cost import TICKS, Cost, Price
-from shardwise.redistribute.steps import MakePartial, Step, direct, exchanges, may_reduce, name_of, reduction
+from shardwise.redistribute.bounds import Ahead
+from shardwise.redistribute.cost import Cost, Price
+from shardwise.redistribute.steps import (
+    MakePartial,
+    Slice,
+    Step,
+    direct,
+    exchanges,
+    is_even,
+    may_reduce,
+    name_of,
+    reduction,
+)
 from shardwise.sharding.placement import Cut, Partial, Placement, Replicate, Shard
 from shardwise.sharding.spec import Spec
 
 Steps = tuple[Step, ...]
 Between = tuple[tuple[Placement, ...], ...]
 
+JUMP, RELAY = "jump", "relay"
+MANY = 16  # ranks from which on no exchange is done in two
+
+
+class Road(NamedTuple):
+    """A way from the start to ``spec`` and its price, and maybe what is to be tried from there, not priced yet."""
+
+    spec: Spec
+    total: Price
+    steps: Steps
+    onward: Step | str | None = None
+
 
 def cheapest(start: Spec, goal: Spec, cost: Cost) -> Steps:
-    """A* search; among equally cheap ways it takes the first found, so all ranks take the same."""
-    between = tuple([_between(start, goal, axis) for axis in range(start.mesh.ndim)])
-    ways = _ways if _in_any_order(start, goal) else _all_ways
-    least = _least(start, cost)
-    order = count()
-    queue: list[tuple[Price, int, Price, Spec, Steps]] = [(cost.nothing, next(order), cost.nothing, start, ())]
-    best = {start: cost.nothing}
-    while queue:
-        _, _, before, spec, steps = heappop(queue)
-        if spec is goal:
-            return steps
-        if before > best[spec]:
+    """A* search; among equally cheap ways it takes the first found, so all ranks take the same.
+
+    What a step costs is only found out when no other way can be cheaper: by the least that it may cost and the least
+    that is left to be done.
+    """
+    search = _Search(start, goal, cost)
+    while True:
+        bound, _, _, road = heappop(search.queue)
+        if road.total > search.best[road.spec]:
             continue
-        for way in [*((step,) for step in ways(spec, between)), *_jumps(spec, goal, cost)]:
-            after, total = spec, before
-            for step in way:
-                total = cost.add(total, cost.of(step, after))
-                after = step.after(after)
-            if after not in best or total < best[after]:
-                best[after] = total
-                bound = Price(total.ticks + (0 if _is_near(after, goal) else least), total.peak)
-                heappush(queue, (bound, next(order), total, after, (*steps, *way)))
-    raise AssertionError(f"no way from {start} to {goal}")
+        match road.onward:
+            case None if road.spec is goal:
+                return road.steps
+            case None:
+                search.expand(road, bound)
+            case str() as onward if onward is RELAY:
+                search.relay(road)
+            case str():
+                search.follow(road, _jump(road.spec, goal, cost))
+            case step:
+                search.follow(road, (step,))
 
 
-def _least(start: Spec, cost: Cost) -> int:
-    """The ticks that a collective takes at least."""
-    return int(min(cost.topology.latency_over((name,)) for name in start.mesh.axis_names) * TICKS)
+class _Search:
+    """The roads that are open, the least that each takes, and the best price at which each spec was reached."""
 
+    def __init__(self, start: Spec, goal: Spec, cost: Cost) -> None:
+        self.goal, self.cost, self.ahead = goal, cost, Ahead(goal, cost)
+        self.between = tuple([_between(start, goal, axis) for axis in range(start.mesh.ndim)])
+        self.in_any_order, self.reduces = _in_any_order(start, goal), _is_pending(start, goal)
+        self.best, self.order = {start: cost.nothing}, count()
+        self.queue: list[tuple[Price, bool, int, Road]] = []
+        self._open(cost.nothing, Road(start, cost.nothing, ()))
 
-def _is_near(spec: Spec, goal: Spec) -> bool:
-    """Whether no collective may be needed: each axis that is not right is replicated."""
-    pairs = zip(spec.placements, goal.placements, strict=True)
-    return all(here is there or here.is_replicate() for here, there in pairs)
+    def _open(self, least: Price, road: Road) -> None:
+        ended = road.spec is self.goal and road.onward is None
+        heappush(self.queue, (least, not ended, next(self.order), road))
+
+    def expand(self, road: Road, least: Price) -> None:
+        """Open whatever may be done next."""
+        spec, goal, pending = road.spec, self.goal, _is_pending(road.spec, self.goal)
+        if not self.in_any_order or not pending or _may_jump(road, goal):
+            self._open(least, road._replace(onward=JUMP))
+        if not pending and self.reduces and _may_relay(spec, goal):
+            self._open(self.ahead.by_two(spec, road.total), road._replace(onward=RELAY))
+        for step in (_ways if self.in_any_order else _all_ways)(spec, self.between):
+            if not isinstance(step, Slice) or not _is_detour(step, spec, goal):
+                self._open(self.ahead.at_least(step, spec, road.total), road._replace(onward=step))
+
+    def relay(self, road: Road) -> None:
+        """Open exchanges from which another leads on."""
+        for step in _relays(road.spec, self.between):
+            self._open(self.ahead.at_least(step, road.spec, road.total), road._replace(onward=step))
+
+    def follow(self, road: Road, steps: Steps) -> None:
+        """Price ``steps``, and open the road on from where they lead."""
+        spec, total = road.spec, road.total
+        for step in steps:
+            total, spec = self.cost.add(total, self.cost.of(step, spec)), step.after(spec)
+        if steps and (spec not in self.best or total < self.best[spec]):
+            self.best[spec] = total
+            least = Price(total.ticks + self.ahead.ticks(spec), total.peak)
+            self._open(least, Road(spec, total, (*road.steps, *steps)))
 
 
 @lru_cache(maxsize=16384)
@@ -68,10 +121,10 @@ def _ways(spec: Spec, between: Between) -> Steps:
         return ()
     targets = enumerate([[lying for lying in placements if not lying.is_partial()] for placements in between])
     steps = [step for axis, aims in targets for target in aims for step in _changes(spec, axis, target)]
-    for length in range(2, len(pending) + 1):
-        for axes in itertools.combinations(pending, length):
+    for several in range(2, len(pending) + 1):
+        for axes in itertools.combinations(pending, several):
             cuts = [[lying for lying in between[axis] if isinstance(lying, Cut)] for axis in axes]
-            found = [reduction(spec, axes, aims) for aims in ((Replicate(),) * length, *itertools.product(*cuts))]
+            found = [reduction(spec, axes, aims) for aims in ((Replicate(),) * several, *itertools.product(*cuts))]
             steps += [step for step in found if step is not None]
     return tuple(steps)
 
@@ -93,7 +146,46 @@ def _all_ways(spec: Spec, between: Between) -> Steps:
     return tuple([step for step in steps if step is not None])
 
 
-def _jumps(spec: Spec, goal: Spec, cost: Cost) -> Iterator[Steps]:
+def _is_pending(spec: Spec, goal: Spec) -> bool:
+    """Whether a reduction is still to be done."""
+    return any(own is not aim and own.is_partial() for own, aim in zip(spec.placements, goal.placements, strict=True))
+
+
+def _may_relay(spec: Spec, goal: Spec) -> bool:
+    """Whether some ranks may have more to send than others, and they are few enough to look for a way about it."""
+    axes = range(spec.mesh.ndim)
+    return prod(spec.mesh.shape) <= MANY and not all(is_even(side, axis) for side in (spec, goal) for axis in axes)
+
+
+def _relays(spec: Spec, between: Between) -> list[Step]:
+    """Exchanges to what is not the goal, from where another leads there: some ranks may have less to send so."""
+    pairs = zip(spec.placements, between, strict=True)
+    choices = [[own, *(lying for lying in ways if not lying.is_partial())] for own, ways in pairs]
+    ways = dict.fromkeys(spec.with_placements(way) for way in itertools.product(*choices))
+    return [step for way in ways if way is not spec for step in exchanges(spec, way)]
+
+
+def _is_detour(step: Slice, spec: Spec, goal: Spec) -> bool:
+    """Whether an axis is cut otherwise than it is to be cut in the end, and could be, standing in no other's way."""
+    ((axis, cut),) = zip(step.axes, step.cuts, strict=True)
+    aim = goal.placements[axis]
+    if aim is cut or not isinstance(aim, Cut) or direct(spec, axis, aim) is None:
+        return False
+    earlier = zip(spec.placements[:axis], goal.placements[:axis], strict=True)
+    return all(own is end for own, end in earlier)
+
+
+def _may_jump(road: Road, goal: Spec) -> bool:
+    """Whether a jump is neither one step of those tried anyway nor, the last step being a slice, one from before it."""
+    pairs = list(zip(road.spec.placements, goal.placements, strict=True))
+    changed = sum(own is not aim and not own.is_partial() and not aim.is_partial() for own, aim in pairs)
+    last = road.steps[-1] if road.steps else None
+    return changed > 1 and not (
+        isinstance(last, Slice) and all(goal.placements[axis] in last.cuts for axis in last.axes)
+    )
+
+
+def _jump(spec: Spec, goal: Spec, cost: Cost) -> Steps:
     """All changes that concern nothing pending at once; then what is to be pending, kind by kind, if nothing waits."""
     aims, made, left = [], dict[str, tuple[int, ...]](), False
     for axis, (here, there) in enumerate(zip(spec.placements, goal.placements, strict=True)):
@@ -105,8 +197,7 @@ def _jumps(spec: Spec, goal: Spec, cost: Cost) -> Iterator[Steps]:
     steps = shards.between(spec, rest, cost) if rest is not spec else ()
     if not left and all(may_reduce(goal, axes, reduce_op) for reduce_op, axes in made.items()):
         steps = (*steps, *(MakePartial(axes, name_of(goal, axes), reduce_op) for reduce_op, axes in made.items()))
-    if steps:
-        yield steps
+    return steps
 
 
 def _between(start: Spec, goal: Spec, axis: int) -> tuple[Placement, ...]:
