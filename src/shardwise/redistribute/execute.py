@@ -103,11 +103,11 @@ def _followed(sent: Sent | Tensor, stages: tuple[Stage, ...], coordinate: Coordi
 
 @lru_cache(maxsize=4096)
 def _stages(src: Spec, steps: tuple[Step, ...]) -> tuple[Stage, ...]:
-    """Each step with the spec that it starts from."""
-    stages = []
+    """Each step, as it fits, with the spec that it starts from."""
+    stages: list[Stage] = []
     for step in steps:
-        stages.append((src, step))
-        src = step.after(src)
+        src = stages[-1][1].after(src) if stages else src
+        stages.append((src, step.fitting(src) if isinstance(step, AllGather) else step))
     return tuple(stages)
 
 
@@ -181,11 +181,9 @@ def _all_reduce(step: AllReduce, local: Tensor, group: Group) -> Sent:
     return Sent(wire.all_reduce(stands.there(local), stands.reduce_op, group, axis=step.name), stands.back)
 
 
-def _all_gather(step: AllGather, spec: Spec, local: Tensor, coordinate: Coordinate, group: Group) -> Sent | Tensor:
-    if not step.is_even(spec):
-        return _all_to_all(step.exact(), spec, local, coordinate, group)
+def _all_gather(step: AllGather, spec: Spec, local: Tensor, coordinate: Coordinate, group: Group) -> Sent:
     gathered, cuts = wire.all_gather(local, group, axis=step.name), step.cuts
-    if all(isinstance(cut, Shard) and cut.dim == 0 for cut in cuts):
+    if step.along_dim_0:
         return Sent(gathered)
     whole, parts = step.after(spec).local_shape(coordinate), step.parts(spec)
     if all(isinstance(cut, Shard) for cut in cuts):

@@ -15,6 +15,7 @@ from math import lcm, prod
 import torch
 
 from shardwise.errors import RedistributeError, message
+from shardwise.mesh.mesh import DeviceMesh
 from shardwise.redistribute import search, shards
 from shardwise.redistribute.carriers import width
 from shardwise.redistribute.cost import Cost, seconds
@@ -23,6 +24,8 @@ from shardwise.redistribute.steps import AllReduce, ReduceScatter, Step, direct
 from shardwise.redistribute.topology import Topology, current_topology
 from shardwise.sharding.placement import Cut, Partial, Placement, Replicate, Shard, StridedShard
 from shardwise.sharding.spec import Spec, TensorMeta, dtype_name
+
+Placements = tuple[Placement, ...]
 
 DIGITS = 4  # binary digits of the size that a plan may depend on
 ROUGH = 16  # elements a rank of a dim that is not cut, from which on it counts as one that could be cut evenly
@@ -72,16 +75,16 @@ def stages(src: Spec, steps: tuple[Step, ...]) -> Iterator[tuple[Spec, Step]]:
 @lru_cache(maxsize=16384)
 def _plan(src: Spec, dst: Spec, topology: Topology) -> tuple[Step, ...]:
     _check_same(src, dst)
-    start, goal = _canonical(src), _canonical(dst)
-    changed = [axis for axis, placement in enumerate(start.placements) if placement is not goal.placements[axis]]
+    before, after, changed = _changes(src.mesh, src.placements, dst.placements)
     for axis in changed:
         _check_reduction(src, dst, axis)
     if not changed:
         return ()
-    step = direct(start, changed[0], goal.placements[changed[0]]) if len(changed) == 1 else None
+    start = src if before == src.placements else src.with_placements(before)
+    step = direct(start, changed[0], after[changed[0]]) if len(changed) == 1 else None
     if step is not None and not _may_waste(step, start):
         return (step,)
-    return _planned(*_reduced(start, goal), topology)
+    return _planned(*_reduced(start, dst.with_placements(after)), topology)
 
 
 @lru_cache(maxsize=16384)
@@ -96,10 +99,17 @@ def _planned(start: Spec, goal: Spec, scale: int, topology: Topology) -> tuple[S
     return (search.cheapest if pending else shards.between)(start, goal, Cost(topology, scale))
 
 
-def _canonical(spec: Spec) -> Spec:
-    """The same layout in one notation: on an axis of one rank all placements are alike, and one block is no blocks."""
-    pairs = zip(spec.placements, spec.mesh.shape, strict=True)
-    return spec.with_placements([Replicate() if parts == 1 else _plain(placement) for placement, parts in pairs])
+@lru_cache(maxsize=4096)
+def _changes(mesh: DeviceMesh, *sides: Placements) -> tuple[Placements, Placements, tuple[int, ...]]:
+    """The same layouts in one notation, and where they differ.
+
+    On an axis of one rank all placements are alike, and one block is no blocks.
+    """
+    before, after = (
+        tuple([Replicate() if parts == 1 else _plain(own) for own, parts in zip(side, mesh.shape, strict=True)])
+        for side in sides
+    )
+    return before, after, tuple([axis for axis, own in enumerate(before) if own is not after[axis]])
 
 
 def _plain(placement: Placement) -> Placement:

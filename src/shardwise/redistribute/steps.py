@@ -15,11 +15,14 @@ import itertools
 from functools import lru_cache
 from math import prod
 
-from shardwise._value import value
+import torch
+
+from shardwise._value import derived, value
+from shardwise.mesh.mesh import DeviceMesh
 from shardwise.redistribute.carriers import width
 from shardwise.redistribute.parcels import Grid, traffic
 from shardwise.sharding.placement import LINEAR, Cut, Owned, Partial, Placement, Replicate, Shard
-from shardwise.sharding.spec import Spec
+from shardwise.sharding.spec import Spec, TensorMeta
 
 Axes = tuple[int, ...]
 
@@ -85,19 +88,23 @@ class AllGather(Step):
         """Whether the parts are equally large."""
         return all(is_even(spec, axis) for axis in self.axes)
 
-    def exact(self) -> AllToAll:
-        """The same move for parts of any sizes."""
-        return AllToAll(self.axes, self.name, self.cuts, self.targets)
+    @derived
+    def along_dim_0(self) -> bool:
+        """Whether the parts follow each other along dim 0, in the order of ranks."""
+        return all(isinstance(cut, Shard) and cut.dim == 0 for cut in self.cuts)
+
+    def fitting(self, spec: Spec) -> AllGather | AllToAll:
+        """The same move for parts as large as those of ``spec``."""
+        return self if self.is_even(spec) else AllToAll(self.axes, self.name, self.cuts, self.targets)
 
     def traffic(self, spec: Spec) -> tuple[int, int]:
-        if not self.is_even(spec):
-            return self.exact().traffic(spec)
+        if (fitting := self.fitting(spec)) is not self:
+            return fitting.traffic(spec)
         sent = (self.ranks(spec) - 1) * largest_nbytes(spec)
         return sent, sent
 
     def peak(self, spec: Spec) -> int:
-        first = all(isinstance(cut, Shard) and cut.dim == 0 for cut in self.cuts)
-        return largest_nbytes(spec) + (1 if first else 2) * largest_nbytes(self.after(spec))
+        return largest_nbytes(spec) + (1 if self.along_dim_0 else 2) * largest_nbytes(self.after(spec))
 
     def __repr__(self) -> str:
         return f"all_gather({self.name}, {_dims(self.cuts)})"
@@ -298,14 +305,20 @@ class MakePartial(Step):
 
 def direct(spec: Spec, axis: int, target: Placement) -> Step | None:
     """The one step that lays ``spec`` as ``target`` on ``axis``, the other axes unchanged; None if there is none."""
-    source = spec.placements[axis]
+    step = _direct(spec.mesh, spec.placements, axis, target)
+    return step.fitting(spec) if isinstance(step, AllGather) else step
+
+
+@lru_cache(maxsize=16384)
+def _direct(mesh: DeviceMesh, placements: tuple[Placement, ...], axis: int, target: Placement) -> Step | None:
+    source, spec = placements[axis], Spec(mesh, placements, _ANY)
     if source is target or not all(_is_free(spec, (axis,), axis, placement) for placement in (source, target)):
         return None
-    axes, name = (axis,), spec.mesh.axis_names[axis]
+    axes, name = (axis,), mesh.axis_names[axis]
     match source, target:
-        case Cut(), Replicate() if is_even(spec, axis):
+        case Cut(), Replicate():
             return AllGather(axes, name, (source,))
-        case (Cut(), Cut() | Replicate()) | (Owned(), Owned() | Replicate()) | (Replicate(), Owned()):
+        case (Cut(), Cut()) | (Owned(), Owned() | Replicate()) | (Replicate(), Owned()):
             return AllToAll(axes, name, (source,), (target,))
         case Partial(), Replicate():
             return AllReduce(axes, name, source.reduce_op)
@@ -316,6 +329,9 @@ def direct(spec: Spec, axis: int, target: Placement) -> Step | None:
         case Replicate(), Partial():
             return MakePartial(axes, name, target.reduce_op)
     return None
+
+
+_ANY = TensorMeta.contiguous((), torch.uint8)  # steps are the same whatever the tensor
 
 
 def reduction(spec: Spec, axes: Axes, targets: tuple[Placement, ...]) -> Step | None:
@@ -424,6 +440,10 @@ def is_even(spec: Spec, axis: int) -> bool:
     cut, parts = spec.placements[axis], spec.mesh.shape[axis]
     if not isinstance(cut, Cut):
         return True
+    if isinstance(cut, Shard) and not any(
+        isinstance(own, Cut) and own.dim == cut.dim for own in spec.placements[:axis]
+    ):
+        return spec.shape[cut.dim] % parts == 0
     # Placements act from the first axis to the last: what later axes cut is cut alike if these parts are alike.
     later = tuple(range(axis, spec.mesh.ndim))
     return all(len(set(local_sizes(cut, size, parts))) == 1 for size in _sizes(spec, cut.dim, later))

@@ -165,11 +165,13 @@ class DTensor(torch.Tensor):
             )
         mesh = device_mesh or spec.mesh
         target = normalize(placements, mesh, spec.ndim)
-        check_sizes(Spec(mesh, target, spec.meta))
+        goal = Spec(mesh, target, spec.meta)
+        check_sizes(goal)
         if mesh is spec.mesh:
             _check_pending(spec, target)
-        source = self._cast(forward_dtype or self.dtype)
-        goal = Spec(mesh, target, source._spec.meta)
+        source = self if forward_dtype is None else self._cast(forward_dtype)
+        if source is not self:
+            goal = Spec(mesh, target, source._spec.meta)
         differentiable = torch.is_grad_enabled() and source.requires_grad
         if goal is source._spec and backward_dtype is None:
             return _placed_back(source) if differentiable and not is_dynamo_compiling() else source
@@ -390,11 +392,8 @@ def _moved(source: DTensor, goal: Spec, async_op: bool = False) -> DTensor:
         return DTensor._wrap(local, spec)
     if goal.mesh is not spec.mesh:
         return DTensor._wrap(transfer(local, spec, goal, async_op=async_op), goal)
-    steps = plan(spec, goal)
-    if spec.mesh.get_coordinate() is None:
-        return DTensor._wrap(local, goal)
     run = execute.run_async if async_op else execute.run
-    return DTensor._wrap(run(local, spec, steps), goal)
+    return DTensor._wrap(run(local, spec, plan(spec, goal)), goal)
 
 
 class _FromLocal(torch.autograd.Function):
