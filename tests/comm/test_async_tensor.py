@@ -259,7 +259,7 @@ def test_many_collectives_leave_nothing() -> None:
         x = torch.ones(16, 16)  # a kilobyte
         registered, objects = some(100)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        assert some(100_000)[0] == registered
+        assert some(30_000)[0] == registered
         assert some(100)[1] - objects < 100
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 10_000  # kilobytes
 

@@ -118,7 +118,7 @@ def lacking(src: Spec, dst: Spec, coordinate: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (3, 2), (2, 2, 2)], ids=str)
 def test_bytes_traced_are_bytes_planned(mesh_shape: tuple[int, ...]) -> None:
-    asked = cases(dry_mesh(mesh_shape), 400)
+    asked = cases(dry_mesh(mesh_shape), 240)
     for (src, dst), results in zip(asked, zip(*traced(mesh_shape, asked), strict=True), strict=True):
         at = dict(zip(coordinates(mesh_shape), results, strict=True))
         steps = list(planner.stages(src, planner.plan(src, dst)))

@@ -16,6 +16,7 @@ from shardwise.sharding.placement import Partial, Placement, Replicate, Shard, S
 
 SHAPE = (5, 6)
 WAYS = placed(2, 2, StridedShard(0, split_factor=2))
+Moved = tuple[list[float], list[float]]  # what a rank has at first and at last
 DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bfloat16, torch.int16)
 
 
@@ -37,9 +38,22 @@ def results() -> list[torch.Tensor]:
     return found
 
 
+def everything() -> tuple[list[torch.Tensor], Moved, Moved]:
+    return results(), in_another_order(), across_meshes()
+
+
+Found = list[tuple[list[torch.Tensor], Moved, Moved]]
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """What four processes find, rank by rank."""
+    return run_gloo(everything, 4)
+
+
 @pytest.mark.gloo
-def test_four_processes_find_what_the_dense_tensor_says() -> None:
-    for (dtype, before, after), *locals_ in zip(asked(), *run_gloo(results, 4), strict=True):
+def test_four_processes_find_what_the_dense_tensor_says(found: Found) -> None:
+    for (dtype, before, after), *locals_ in zip(asked(), *(moved for moved, _, _ in found), strict=True):
         dst = spec_of(dry_mesh((2, 2)), after, SHAPE, dtype)
         got = reduced(dict(zip(coordinates((2, 2)), locals_, strict=True)), dst)
         for key, expected in distributed(whole(dtype), settled(dst)).items():
@@ -48,19 +62,21 @@ def test_four_processes_find_what_the_dense_tensor_says() -> None:
             )
 
 
-def in_another_order() -> tuple[list[int], list[int]]:
-    src = spec_of(DeviceMesh("cpu", [1, 0]), [Shard(0)], (4,), torch.int64)
-    local = distributed(torch.arange(4), src)[src.mesh.get_coordinate() or ()]
+def in_another_order() -> Moved:
+    src = spec_of(DeviceMesh("cpu", [1, 0, 3, 2]), [Shard(0)], (8,))
+    local = distributed(torch.arange(8.0), src)[src.mesh.get_coordinate() or ()]
     dst = src.with_placements([Replicate()])
     return local.tolist(), execute.run(local, src, planner.plan(src, dst)).tolist()
 
 
 @pytest.mark.gloo
-def test_a_mesh_in_another_order_of_ranks() -> None:
-    assert run_gloo(in_another_order, 2) == [([2, 3], [0, 1, 2, 3]), ([0, 1], [0, 1, 2, 3])]
+def test_a_mesh_in_another_order_of_ranks(found: Found) -> None:
+    everywhere = torch.arange(8.0).tolist()
+    expected = [([2.0, 3.0], everywhere), ([0.0, 1.0], everywhere), ([6.0, 7.0], everywhere), ([4.0, 5.0], everywhere)]
+    assert [moved for _, moved, _ in found] == expected
 
 
-def across_meshes() -> tuple[list[float], list[float]]:
+def across_meshes() -> Moved:
     low, high = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [3, 1, 2])
     x = distribute_tensor(torch.arange(6.0), low, [Shard(0)], src_data_rank=None).requires_grad_()
     y = x.redistribute(high, [Shard(0)], async_op=True)
@@ -69,8 +85,8 @@ def across_meshes() -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.gloo
-def test_from_one_mesh_to_another_and_back() -> None:
-    assert run_gloo(across_meshes, 4) == [
+def test_from_one_mesh_to_another_and_back(found: Found) -> None:
+    assert [moved for _, _, moved in found] == [
         ([], [0.0, 2.0, 4.0]),
         ([2.0, 3.0], [6.0, 8.0, 10.0]),
         ([4.0, 5.0], []),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
-from redistribute.layouts import dry_mesh, spec_of
+from redistribute.layouts import dry_mesh, placed, spec_of
 from shardwise import Partial, distribute_tensor, init_device_mesh, sim
 from shardwise.errors import RedistributeError
 from shardwise.mesh.world import current_world
-from shardwise.redistribute.planner import plan, price
+from shardwise.redistribute.cost import seconds
+from shardwise.redistribute.planner import plan, price, stages
+from shardwise.redistribute.steps import Step
 from shardwise.redistribute.topology import BANDWIDTH, LATENCY, PEER, Topology, current_topology, topology
 from shardwise.sharding.placement import Replicate, Shard
+from shardwise.sharding.spec import Spec
 
 
 def test_it_counts_at_once_and_in_a_block_until_its_end() -> None:
@@ -87,6 +92,41 @@ def test_what_an_operator_chooses_follows_it_and_comes_back() -> None:
 
     gathered, reduced = (Shard(0), Shard(0)), (Partial(), Shard(0))
     assert sim.run(body, 4) == [[gathered, reduced, reduced, gathered, gathered]] * 4
+
+
+LINKS = [
+    Topology(),
+    Topology(1.0, 0.0),
+    Topology(50e9, 1.0),
+    Topology(bandwidths=(("dp", 1e6), ("tp", 1e12))),
+    Topology(bandwidths=(("dp", 1e12), ("tp", 1e6)), latencies=(("dp", 1e-3), ("tp", 1e-7))),
+]
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (7, 5), (1024, 1024)], ids=str)
+def test_no_plan_of_another_topology_is_ever_cheaper(shape: tuple[int, ...]) -> None:
+    """Whatever was asked before under whatever topology, in any order; and they do differ."""
+    choose, ways = random.Random(0), placed(2, 2)
+    pairs = [[spec_of(dry_mesh((2, 4)), choose.choice(ways), shape) for _ in range(2)] for _ in range(60)]
+    taken: dict[tuple[int, Topology], tuple[Step, ...]] = {}
+    for number, links in random.Random(1).choices([(n, links) for n in range(len(pairs)) for links in LINKS], k=900):
+        with topology(bandwidth=links.bandwidth, latency=links.latency):
+            topology(bandwidth=dict(links.bandwidths), latency=dict(links.latencies))
+            steps = plan(*pairs[number])
+        assert taken.setdefault((number, links), steps) is steps
+    differ = {
+        number for number in range(len(pairs)) if len({taken.get((number, links), ()) for links in LINKS} - {()}) > 1
+    }
+    assert differ
+    for number, links in taken:
+        costs = {
+            other: cost(pairs[number][0], taken[number, other], links) for other in LINKS if (number, other) in taken
+        }
+        assert costs[links] <= min(costs.values()) * (1 + 1e-9), (pairs[number], links, costs)
+
+
+def cost(src: Spec, steps: tuple[Step, ...], links: Topology) -> float:
+    return sum(seconds(step, spec, links) for spec, step in stages(src, steps))
 
 
 def test_what_was_prepared_under_a_topology_is_kept_for_it() -> None:
