@@ -14,7 +14,7 @@ FUNCTIONS = """
     abs add addcdiv addcmul addmm amax amin argmax argmin baddbmm bitwise_and bitwise_not bitwise_or bmm cat ceil
     clamp clone cos cumsum div embedding eq erf exp floor ge gt isnan le log log1p logical_not logsumexp lt maximum mean
     minimum mm mul native_layer_norm ne neg pow prod reciprocal relu rsqrt rsub sigmoid sign sin sqrt stack sub sum
-    tanh tril triu where convolution index_select gather ones_like zeros_like full_like
+    tanh tril triu where convolution index_select gather ones_like zeros_like full_like split
     _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data
 """
 NEURAL = "gelu silu elu hardswish leaky_relu"

@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from math import isfinite
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -42,6 +43,10 @@ from shardwise.tensor.prepare import (
 # How many plans a rank remembers; with SHARDWISE_CACHE=0 in the environment, none.
 PLANS = 0 if os.environ.get("SHARDWISE_CACHE") == "0" else 16384
 NUMBERS = frozenset({int, bool, complex, float})
+_default_dtype = torch.get_default_dtype
+_graph_task = torch._C._current_graph_task_id
+_is_inference = torch.is_inference_mode_enabled
+SPEC, LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
 LISTS = frozenset({list, tuple, torch.Size})
 VIEWS_MAY_MOVE = "views may move"  # said by a rank of a call in which nobody sees the views, nor writes to them
 
@@ -71,6 +76,13 @@ class Plans(dict[Any, Ready]):
         self.loose.clear()
         self.outlines.clear()
 
+    def is_loose(self, op: Op) -> bool:
+        named = op._op
+        loose = self.loose.get(named)
+        if loose is None:
+            loose = self.loose[named] = reads_no_numbers(op)
+        return loose
+
     def remember(self, key: Any, ready: Ready) -> None:
         if len(self) >= PLANS // 2:
             self.elder = dict(self)
@@ -85,80 +97,84 @@ class Plans(dict[Any, Ready]):
             self.outlines[key] = ready
 
 
-def run(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Any:
+def run(kind: Any, op: Op, args: Args, kwargs: Kwargs | None) -> Any:
     """Run ``op`` on arguments of which some are distributed tensors of the class ``kind``."""
     memory = current_world().memory
-    plans = memory["plans"] if "plans" in memory else _plans()
-    named = op._op  # a builtin: the overload around it is hashed by Python code
-    loose = plans.loose.get(named)
-    if loose is None:
-        loose = plans.loose[named] = reads_no_numbers(op)
-    key: list[Any] = [named, torch.get_default_dtype()]  # which integers become beside floats
+    try:
+        plans: Plans = memory["plans"]
+    except KeyError:
+        plans = _plans()
+    # Of the operator the builtin, since the overload around it is hashed by Python code; the dtype is what integers
+    # become beside floats.
+    key: list[Any] = [op._op, _default_dtype()]
     local_args: list[Any] = []
     for argument in args:
         if argument.__class__ is kind:
             key.append(argument._spec)
             local_args.append(argument._local_tensor)
+        elif argument.__class__ is int:
+            key.append(int)
+            key.append(argument)
+            local_args.append(argument)
         elif argument is None:
             key.append(None)
             local_args.append(None)
-        elif loose and argument.__class__ is float and argument and isfinite(argument):
-            key.append("+" if argument > 0 else "-")
-            local_args.append(argument)
         else:
-            local_args.append(_local(argument, kind, key, loose))
-    local_kwargs = {}
-    for name, argument in kwargs.items():
-        key.append(name)
-        local_kwargs[name] = _local(argument, kind, key, loose)
+            local_args.append(_local(argument, kind, key, plans, op))
+    local_kwargs: Kwargs = {}
+    if kwargs:
+        for name, argument in kwargs.items():
+            key.append(name)
+            local_kwargs[name] = _local(argument, kind, key, plans, op)
     exact = tuple(key)
     ready: Ready | None = plans.get(exact)
     if ready is None:
         try:
-            ready = _prepared(plans, exact, kind, op, args, kwargs)
+            ready = _prepared(plans, exact, kind, op, args, kwargs or {})
         except ViewError as refusal:
-            return _moved_first(kind, op, args, kwargs, refusal)
-    if ready.views and torch.is_inference_mode_enabled() and not args[0].is_inference():
-        with torch.inference_mode(False):  # a view of a normal tensor is one, whatever the mode
-            return _run(kind, op, args, kwargs, ready, local_args, local_kwargs)
-    if ready.wraps is not None:
-        result = ready.local(*local_args, *ready.tail, **local_kwargs)
-        if ready.row_major is not None:
-            if result.is_contiguous() is not ready.row_major:
-                result = ready.wraps.meta.lay_out(result)
-        elif result.is_neg() or result.is_conj():
-            return _marked(kind._wrap(result, ready.wraps), result)
-        return kind._wrap(result, ready.wraps)
-    if ready.in_place:
-        if "unseen" in memory:
-            _check_seen(op, args[:1], memory["unseen"])
-        ready.local(*local_args, *ready.tail, **local_kwargs)
-        if torch._C._current_graph_task_id() != -1:
+            return _moved_first(kind, op, args, kwargs or {}, refusal)
+    quick = ready.quick
+    if quick is None or (ready.views and _is_inference() and not args[0].is_inference()):
+        return _run(kind, op, args, kwargs or {}, ready, local_args, local_kwargs)
+    spec = ready.wraps
+    if spec is None and "unseen" in memory:
+        _check_seen(op, args[:1], memory["unseen"])
+    if ready.tail:
+        local_args.extend(ready.tail)
+    result = quick(*local_args, **local_kwargs) if local_kwargs else quick(*local_args)
+    if spec is None:
+        if _graph_task() != -1:
             _write_back([args[0]])
         return args[0]
-    return _run(kind, op, args, kwargs, ready, local_args, local_kwargs)
+    if ready.row_major is None:
+        if result.is_neg() or result.is_conj():
+            return _marked(kind._wrap(result, spec), result)
+    elif result.is_contiguous() is not ready.row_major:
+        result = spec.meta.lay_out(result)
+    return kind._wrap(result, spec)
 
 
-def _local(argument: Any, kind: Any, key: list[Any], loose: bool) -> Any:
+def _local(argument: Any, kind: Any, key: list[Any], plans: Plans, op: Op) -> Any:
     cls = argument.__class__
     if cls is kind:
         key.append(argument._spec)
         return argument._local_tensor
     if cls in LISTS:
         key.append(len(argument))
-        items: list[Any] = []
-        for item in argument:
-            if item.__class__ is kind:
-                key.append(item._spec)
-                items.append(item._local_tensor)
-            elif item.__class__ is int:
+        classes = {*map(type, argument)}
+        if len(classes) == 1:
+            if kind in classes:
+                key += map(SPEC, argument)
+                return [*map(LOCAL, argument)]
+            if int in classes:
                 key.append(int)
-                key.append(item)
-                items.append(item)
-            else:
-                items.append(_local(item, kind, key, loose))
-        return items
-    if cls is float and loose and argument and isfinite(argument):
+                key += argument
+                return list(argument)
+            if float in classes and all(argument) and all(map(isfinite, argument)) and plans.is_loose(op):
+                key += ["+" if item > 0 else "-" for item in argument]
+                return list(argument)
+        return [_local(item, kind, key, plans, op) for item in argument]
+    if cls is float and argument and isfinite(argument) and (plans.loose.get(op._op) or plans.is_loose(op)):
         key.append("+" if argument > 0 else "-")
     elif cls in NUMBERS:
         # 1, 1.0 and True are equal as keys, and not the same to an operator
@@ -175,9 +191,11 @@ def _local_of(argument: torch.Tensor, kind: Any, key: list[Any]) -> torch.Tensor
     if isinstance(argument, kind):
         key.append(argument._spec)
         return argument._local_tensor  # type: ignore[no-any-return]
-    implicit = argument.ndim > 0 and is_replicated()
-    backward = torch._C._current_graph_task_id() != -1
-    key.append((implicit, backward, argument.dtype, tuple(argument.shape), argument.stride()))
+    if not argument.ndim:
+        key.append(argument.dtype)
+        return argument
+    backward = _graph_task() != -1
+    key.append((is_replicated(), backward, argument.dtype, tuple(argument.shape), argument.stride()))
     return argument
 
 
@@ -209,13 +227,13 @@ def _prepared(plans: Plans, key: Any, kind: Any, op: Op, args: Args, kwargs: Kwa
 
 
 def _key(kind: Any, op: Op, args: Sequence[Any], kwargs: Kwargs) -> tuple[Any, ...]:
-    loose = reads_no_numbers(op)
-    key: list[Any] = [op._op, torch.get_default_dtype()]
+    plans = _plans()
+    key: list[Any] = [op._op, _default_dtype()]
     for argument in args:
-        _local(argument, kind, key, loose)
+        _local(argument, kind, key, plans, op)
     for name, argument in kwargs.items():
         key.append(name)
-        _local(argument, kind, key, loose)
+        _local(argument, kind, key, plans, op)
     return tuple(key)
 
 
@@ -230,6 +248,9 @@ def ready_for(kind: Any, op: Op, args: Args, kwargs: Kwargs) -> Ready:
 def _run(
     kind: Any, op: Op, args: Args, kwargs: Kwargs, ready: Ready, local_args: list[Any], local_kwargs: Kwargs
 ) -> Any:
+    if ready.views and _is_inference() and not args[0].is_inference():
+        with torch.inference_mode(False):  # a view of a normal tensor is one, whatever the mode
+            return _run(kind, op, args, kwargs, ready, local_args, local_kwargs)
     if ready.expand is not None:
         return ready.expand(*in_schema_order(op, args, kwargs))
     if ready.written and "unseen" in current_world().memory:
@@ -254,7 +275,7 @@ def _run(
 
 def _moved_first(kind: Any, op: Op, args: Args, kwargs: Kwargs, refusal: ViewError) -> Any:
     # A backward pass reshapes gradients by views; nobody sees their memory, so they may move first.
-    in_backward = torch._C._current_graph_task_id() != -1
+    in_backward = _graph_task() != -1
     if refusal.placements is None or not (in_backward or current_world().memory.get(VIEWS_MAY_MOVE)):
         raise refusal
     moved = redistributed(op, args[0], refusal.placements)
@@ -268,7 +289,7 @@ def _stand_ins() -> dict[int, tuple[Any, Any]]:
 
     They are remembered until the pass ends.
     """
-    passes, task = current_world().memory.setdefault("stand-ins", {}), torch._C._current_graph_task_id()
+    passes, task = current_world().memory.setdefault("stand-ins", {}), _graph_task()
     if task not in passes:
         passes[task] = {}
         torch.autograd.Variable._execution_engine.queue_callback(lambda: passes.pop(task, None))
@@ -309,7 +330,7 @@ def _storage(tensor: Any) -> int:
 
 def _write_back(targets: list[Any]) -> None:
     passes = current_world().memory.get("stand-ins")
-    stand_ins = passes.get(torch._C._current_graph_task_id(), {}) if passes else {}
+    stand_ins = passes.get(_graph_task(), {}) if passes else {}
     for target in targets if stand_ins else ():
         origin, moved = stand_ins.get(_storage(target), (None, None))
         if origin is not None:
@@ -338,7 +359,7 @@ def wrapped(kind: Any, ready: Ready, result: Any, args: Args, kwargs: Kwargs) ->
         return None
     if ready.written:
         targets = [_at(args, kwargs, place) for place in ready.written]
-        if torch._C._current_graph_task_id() != -1:
+        if _graph_task() != -1:
             _write_back([target for target in targets if isinstance(target, kind)])
         return targets[0] if returns == "tensor" else tuple(targets)
     if ready.measured is not None:

@@ -41,9 +41,9 @@ Kwargs = dict[str, Any]
 class Ready:
     """An `OpPlan` beside where its operands stand among the arguments: a place is (position or name, item or -1).
 
-    ``wraps`` is the spec of the result where that is one tensor, nothing moves and nothing is written: the quick way,
-    with ``tail`` after the arguments. ``row_major`` says whether that result is contiguous; None for a view, which lies
-    as what it is a view of. ``in_place`` is as quick: nothing moves, the result is the first argument, written over.
+    ``quick`` is the local call where nothing moves, and the result is one tensor: one of the spec ``wraps``, or else the
+    first argument, written over. It takes ``tail`` after the arguments. ``row_major`` says whether what it makes is
+    contiguous; None for a view, which lies as what it is a view of.
     Where ``measured`` is a mesh, the results are whole on it, of whatever shape they come. A plan that does not last is
     made anew for each call.
     ``expand`` and ``each`` stand in place of all the rest: the operator in terms of others, or entry by entry.
@@ -59,13 +59,13 @@ class Ready:
     normalized: bool = False
     expand: Callable[..., Any] | None = None
     each: bool = False
+    quick: Callable[..., Any] | None = None
     wraps: Spec | None = None
     measured: DeviceMesh | None = None
     relabels: bool = False
     lasts: bool = True
     tail: tuple[Any, ...] = ()
     row_major: bool | None = None
-    in_place: bool = False
     views: bool = False
     outline: Outline | None = None
 
@@ -235,7 +235,7 @@ def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, a
     simple = traits.returns == "tensor" and in_order and not (moves or written)
     wraps = plan.outputs[0] if simple else None
     tail = traits.defaults[len(args) :] if plan.normalized else ()
-    over_the_first = written == ((0, -1),) and traits.returns == "tensor"
+    in_place = written == ((0, -1),) and traits.returns == "tensor" and in_order and not (moves or traits.relabels)
     return Ready(
         local,
         moves,
@@ -243,11 +243,11 @@ def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, a
         traits.returns,
         written,
         plan.normalized,
+        quick=local if in_place or wraps is not None else None,
         wraps=wraps,
         relabels=traits.relabels,
         tail=tail,
         row_major=None if wraps is None or traits.is_view else wraps.meta.row_major,
-        in_place=over_the_first and in_order and not (moves or traits.relabels),
         views=traits.is_view,
     )
 
