@@ -149,9 +149,12 @@ def test_an_outline_makes_ready_what_is_made_from_nothing(name, monkeypatch) -> 
             fresh = dispatch.prepare(kind, op, args, kwargs, lambda *entry: dispatch.ready_for(kind, *entry))
             by_outline.append(op)
             for field in dataclasses.fields(ready):
-                if field.name not in ("outline", "local"):
+                if field.name not in ("outline", "local", "quick", "moving"):
                     assert getattr(ready, field.name) == getattr(fresh, field.name), (op, field.name)
             assert (ready.local is fresh.local) is not ready.normalized, op
+            assert ready.quick in (None, ready.local) and (ready.quick is None) is (fresh.quick is None), op
+            moving, expected = ([(at, move.__reduce__()) for at, move in one.moving] for one in (ready, fresh))
+            assert moving == expected, op
         return ready
 
     monkeypatch.setattr(dispatch, "fitted", compared)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import lru_cache, reduce
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -67,6 +68,27 @@ def run(local: Tensor, src: Spec, steps: tuple[Step, ...]) -> Tensor:
             local = finish(_start(stage, local, coordinate))
         local = src.meta.lay_out(local)
     return local
+
+
+def reading(src: Spec, steps: tuple[Step, ...]) -> Callable[[Tensor], Tensor]:
+    """`run` from ``src`` for a tensor that is only read here and now: where it keeps a part, nothing is copied."""
+    coordinate = src.mesh.get_coordinate()
+    index = None if coordinate is None else _kept(src, steps, coordinate)
+    return partial(run, src=src, steps=steps) if index is None else itemgetter(index)
+
+
+def _kept(src: Spec, steps: tuple[Step, ...], coordinate: Coordinate) -> tuple[slice, ...] | None:
+    """What ``steps`` keep, if they do nothing but that, and it is an interval of each dim."""
+    kept = [range(size) for size in src.local_shape(coordinate)]
+    for step in steps:
+        if not isinstance(step, Slice):
+            return None
+        for axis, cut in zip(step.axes, step.cuts, strict=True):
+            intervals = cut.intervals(len(kept[cut.dim]), src.mesh.shape[axis], coordinate[axis])
+            if len(intervals) != 1:
+                return None
+            kept[cut.dim] = kept[cut.dim][slice(*intervals[0])]
+    return tuple([slice(own.start, own.stop) for own in kept])
 
 
 def run_async(local: Tensor, src: Spec, steps: tuple[Step, ...]) -> Tensor:

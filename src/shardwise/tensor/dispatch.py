@@ -139,6 +139,10 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs | None) -> Any:
     spec = ready.wraps
     if spec is None and "unseen" in memory:
         _check_seen(op, args[:1], memory["unseen"])
+    if ready.moving:
+        forbid(op, ready.moves)
+        for position, moved in ready.moving:
+            local_args[position] = moved(local_args[position])
     if ready.tail:
         local_args.extend(ready.tail)
     result = quick(*local_args, **local_kwargs) if local_kwargs else quick(*local_args)
@@ -257,7 +261,7 @@ def _run(
         targets = [_at(args, kwargs, place) for place in ready.written]
         _check_seen(op, [target for target in targets if isinstance(target, kind)], current_world().memory["unseen"])
     if ready.moves:
-        forbid(op, [move[1:] for move in ready.moves])
+        forbid(op, ready.moves)
     if ready.each:
         return run_each(op, args, kwargs, ready)
     for place, source, steps in ready.moves:
@@ -340,7 +344,7 @@ def _write_back(targets: list[Any]) -> None:
 def redistributed(what: object, tensor: Any, placements: Any) -> Any:
     """``tensor`` lying as ``placements`` say, where the operator ``what`` needs that by itself."""
     spec: Spec = tensor._spec
-    forbid(what, [(spec, plan(spec, spec.with_placements(placements)))])
+    forbid(what, [((0, -1), spec, plan(spec, spec.with_placements(placements)))])
     return tensor.redistribute(placements=placements)
 
 

@@ -11,7 +11,7 @@ from shardwise.redistribute.planner import stages
 from shardwise.redistribute.steps import Step
 from shardwise.sharding.spec import Spec
 
-Moves = Sequence[tuple[Spec, tuple[Step, ...]]]
+Moves = Sequence[tuple[object, Spec, tuple[Step, ...]]]  # of what, from where
 
 
 @contextmanager
@@ -48,13 +48,13 @@ def forbid(what: object, moves: Moves) -> None:
     asked = current_world().memory.get("explicit")
     if asked is None:
         return
-    sent = sum(step.bytes(spec) for source, steps in moves for spec, step in stages(source, steps))
+    sent = sum(step.bytes(spec) for _, source, steps in moves for spec, step in stages(source, steps))
     if sent or asked == "strict":
         raise RedistributeError(
             message(
                 f"{what} would redistribute by itself, sending {sent} bytes",
                 asked="no implicit redistribution: this runs within shardwise.explicit()",
-                got="; ".join(f"{source}: {', '.join(map(str, steps))}" for source, steps in moves),
+                got="; ".join(f"{source}: {', '.join(map(str, steps))}" for _, source, steps in moves),
                 do="redistribute the operands first, or leave the block",
             )
         )

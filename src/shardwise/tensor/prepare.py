@@ -16,6 +16,7 @@ import torch
 from shardwise.errors import InplaceError, MixedTensorError, PlacementError, WorldError, message
 from shardwise.mesh.mesh import DeviceMesh
 from shardwise.mesh.world import current_world
+from shardwise.redistribute import execute
 from shardwise.redistribute.planner import plan
 from shardwise.redistribute.steps import Step
 from shardwise.rules.foreach import foreach_base, foreach_entries, foreach_position
@@ -41,9 +42,10 @@ Kwargs = dict[str, Any]
 class Ready:
     """An `OpPlan` beside where its operands stand among the arguments: a place is (position or name, item or -1).
 
-    ``quick`` is the local call where nothing moves, and the result is one tensor: one of the spec ``wraps``, or else the
-    first argument, written over. It takes ``tail`` after the arguments. ``row_major`` says whether what it makes is
-    contiguous; None for a view, which lies as what it is a view of.
+    ``quick`` is the local call where the result is one tensor: one of the spec ``wraps``, or else the first argument,
+    written over. It takes the arguments, of which those in ``moving`` have been moved by what stands beside their
+    positions, and ``tail`` after them. ``row_major`` says whether what it makes is contiguous; None for a view, which
+    lies as what it is a view of.
     Where ``measured`` is a mesh, the results are whole on it, of whatever shape they come. A plan that does not last is
     made anew for each call.
     ``expand`` and ``each`` stand in place of all the rest: the operator in terms of others, or entry by entry.
@@ -60,6 +62,7 @@ class Ready:
     expand: Callable[..., Any] | None = None
     each: bool = False
     quick: Callable[..., Any] | None = None
+    moving: tuple[tuple[int, Callable[..., Any]], ...] = ()
     wraps: Spec | None = None
     measured: DeviceMesh | None = None
     relabels: bool = False
@@ -79,13 +82,18 @@ class Ready:
             self.returns,
             self.written,
             self.normalized,
+            quick=None if self.quick is None else local,
+            moving=() if self.quick is None else _moving(moves),
             wraps=wraps,
             relabels=self.relabels,
             tail=self.tail,
             row_major=None if wraps is None or self.views else wraps.meta.row_major,
-            in_place=self.in_place,
             views=self.views,
         )
+
+
+def _moving(moves: tuple[Move, ...]) -> tuple[tuple[int, Callable[..., Any]], ...]:
+    return tuple([(place[0], execute.reading(source, steps)) for place, source, steps in moves])  # type: ignore[misc]
 
 
 def prepare(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Callable[..., Ready]) -> Ready:
@@ -231,11 +239,12 @@ def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, a
     local = direct(asked.op) if plan.local is asked.op else plan.local
     if asked.coordinate is None:
         local, moves = _absent(plan.outputs, traits.returns), ()
-    in_order = not (plan.normalized and kwargs)
-    simple = traits.returns == "tensor" and in_order and not (moves or written)
-    wraps = plan.outputs[0] if simple else None
+    by_position = all([isinstance(where, int) and item < 0 for (where, item), _, _ in moves])
+    in_order = by_position and not (plan.normalized and kwargs) and not (moves and traits.is_view)
+    simple = traits.returns == "tensor" and in_order and not traits.relabels
+    wraps = plan.outputs[0] if simple and not written else None
+    quick = local if wraps is not None or (simple and written == ((0, -1),)) else None
     tail = traits.defaults[len(args) :] if plan.normalized else ()
-    in_place = written == ((0, -1),) and traits.returns == "tensor" and in_order and not (moves or traits.relabels)
     return Ready(
         local,
         moves,
@@ -243,7 +252,8 @@ def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, a
         traits.returns,
         written,
         plan.normalized,
-        quick=local if in_place or wraps is not None else None,
+        quick=quick,
+        moving=() if quick is None else _moving(moves),
         wraps=wraps,
         relabels=traits.relabels,
         tail=tail,
