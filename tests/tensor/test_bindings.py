@@ -14,7 +14,7 @@ from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.tensor.bindings import BINDINGS, direct
+from shardwise.tensor.bindings import BINDINGS, casting, direct
 
 aten = torch.ops.aten
 MANY = 4  # calls of an overload that are tried
@@ -91,3 +91,28 @@ def test_a_binding_gives_what_the_overload_gives(heard) -> None:
         warnings.simplefilter("error")  # nor is it called in a way that torch has given up
         for call in [*heard, *BESIDE]:
             check(*call)
+
+
+ARITHMETIC = [
+    *(f"{name}{end}.Tensor" for name in ("add", "sub", "mul", "div") for end in ("", "_")),
+    *(f"_foreach_{name}{end}.Scalar" for name in ("add", "sub", "mul", "div") for end in ("", "_")),
+    *(f"_foreach_{name}{end}.ScalarList" for name in ("add", "sub", "mul", "div") for end in ("", "_")),
+]
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_a_number_that_is_cast_once_is_the_number(name) -> None:
+    packet, overload = name.split(".")
+    op = getattr(getattr(aten, packet), overload)
+    for number in (0.1, -3.3, 1e-45, 1e300, float("inf"), float("nan"), 0.0, -0.0, 1 / 3):
+        x = torch.tensor([0.1, -0.0, 3e38, 1e-42, float("inf"), -7.7])
+        other = [number, 0.7] if overload == "ScalarList" else number
+        args = [[x, x[:2].view(2, 1)] if "foreach" in name else x, other]
+        chosen = casting(op, other, {torch.float32})(args)
+        outcomes = []
+        for taken in (other, chosen):
+            own = copy.deepcopy(args[0])
+            outcomes.append([direct(op)(own, taken), own])
+        torch.testing.assert_close(*outcomes, equal_nan=True, rtol=0, atol=0)
+        signs = [[leaf.signbit() for leaf in tree_leaves(outcome)] for outcome in outcomes]
+        assert all(map(torch.equal, *signs))

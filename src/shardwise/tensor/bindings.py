@@ -2,11 +2,15 @@
 
 An overload goes through a boxed call that takes about three times as long. A binding finds the same overload from the
 same arguments; a test holds that it gives the same results for every operator listed here.
+
+A number beside tensors is made a tensor of float64 by torch, and cast to their dtype by a second kernel, anew in each
+call and for each entry of a list. `casting` does so once for each number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 
@@ -24,7 +28,7 @@ METHODS = """
 """
 LISTS = """
     _foreach_add_ _foreach_mul_ _foreach_div_ _foreach_sub_ _foreach_addcmul_ _foreach_addcdiv_ _foreach_lerp_
-    _foreach_sqrt _foreach_add _foreach_mul _foreach_div _foreach_neg _foreach_sqrt_
+    _foreach_sqrt _foreach_add _foreach_sub _foreach_mul _foreach_div _foreach_neg _foreach_sqrt_
     _foreach_norm
 """
 
@@ -55,3 +59,43 @@ def direct(op: torch._ops.OpOverload) -> Callable[..., object]:
 def _takes_alpha(op: torch._ops.OpOverload) -> bool:
     """Whether a number stands last in the arguments that a binding takes by name only."""
     return any(argument.name == "alpha" and not argument.kwarg_only for argument in op._schema.arguments)
+
+
+ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
+NUMBERS = 1024  # how many are remembered
+_modes = torch._C._len_torch_dispatch_stack
+
+
+def casting(op: torch._ops.OpOverload, other: object, dtypes: set[torch.dtype]) -> Callable[..., object] | None:
+    """What to take for ``other``, the number or numbers beside tensors of ``dtypes`` on CPUs, given all arguments.
+
+    None to take it as it comes: only for float32 it is known to be the same bit for bit (half precision computes with
+    the number as it is), and only arithmetic has a variant with tensors for each with numbers.
+    """
+    stem, overload = op._schema.name.removeprefix("aten::"), op._overloadname
+    if dtypes != {torch.float32} or stem.removeprefix("_foreach_").rstrip("_") not in ARITHMETIC:
+        return None
+    if stem.startswith("_foreach_"):
+        given = other if isinstance(other, (list, tuple)) else [other]
+        floats = all(item.__class__ is float for item in given)
+        return _cast_each if floats and overload in ("Scalar", "ScalarList") else None
+    return _cast_one if other.__class__ is float and overload == "Tensor" else None
+
+
+@lru_cache(maxsize=NUMBERS)
+def _cast(number: float) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.scalar_tensor(number, dtype=torch.float64, device="cpu").float()
+
+
+def _cast_one(args: list[object]) -> object:
+    number = args[1]
+    return number if _modes() or not number else _cast(number)  # type: ignore[arg-type]  # 0.0 and -0.0 are one key
+
+
+def _cast_each(args: list[object]) -> object:
+    tensors, given = args[0], args[1]
+    assert isinstance(tensors, list), tensors
+    if isinstance(given, list):
+        return given if _modes() or not all(given) else [*map(_cast, given)]
+    return given if _modes() or not given else [_cast(given)] * len(tensors)  # type: ignore[arg-type]

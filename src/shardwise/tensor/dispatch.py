@@ -143,6 +143,8 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs | None) -> Any:
         forbid(op, ready.moves)
         for position, moved in ready.moving:
             local_args[position] = moved(local_args[position])
+    if ready.number is not None:
+        local_args[1] = ready.number(local_args)
     if ready.tail:
         local_args.extend(ready.tail)
     result = quick(*local_args, **local_kwargs) if local_kwargs else quick(*local_args)
@@ -266,6 +268,8 @@ def _run(
         return run_each(op, args, kwargs, ready)
     for place, source, steps in ready.moves:
         _replace(local_args, local_kwargs, place, source, steps)
+    if ready.number is not None:
+        local_args[1] = ready.number(local_args)
     if ready.relabels:  # the local tensor may be known elsewhere, and keeps its shape there
         local_args[0] = local_args[0].view_as(local_args[0])
     if ready.normalized and local_kwargs:

@@ -25,7 +25,7 @@ from shardwise.rules.table import lookup, make_call
 from shardwise.sharding.placement import Replicate
 from shardwise.sharding.spec import Spec, TensorMeta
 from shardwise.tensor.asked import Asked, Op
-from shardwise.tensor.bindings import direct
+from shardwise.tensor.bindings import casting, direct
 from shardwise.tensor.metas import output_metas
 from shardwise.tensor.outline import Outline
 from shardwise.tensor.propagate import OpPlan, propagate, rebound
@@ -44,7 +44,7 @@ class Ready:
 
     ``quick`` is the local call where the result is one tensor: one of the spec ``wraps``, or else the first argument,
     written over. It takes the arguments, of which those in ``moving`` have been moved by what stands beside their
-    positions, and ``tail`` after them. ``row_major`` says whether what it makes is contiguous; None for a view, which
+    positions, and ``tail`` after them; ``number`` says what to take for the second, if that is a number. ``row_major`` says whether what it makes is contiguous; None for a view, which
     lies as what it is a view of.
     Where ``measured`` is a mesh, the results are whole on it, of whatever shape they come. A plan that does not last is
     made anew for each call.
@@ -63,6 +63,7 @@ class Ready:
     each: bool = False
     quick: Callable[..., Any] | None = None
     moving: tuple[tuple[int, Callable[..., Any]], ...] = ()
+    number: Callable[..., Any] | None = None
     wraps: Spec | None = None
     measured: DeviceMesh | None = None
     relabels: bool = False
@@ -83,6 +84,7 @@ class Ready:
             self.written,
             self.normalized,
             quick=None if self.quick is None else local,
+            number=self.number,
             moving=() if self.quick is None else _moving(moves),
             wraps=wraps,
             relabels=self.relabels,
@@ -254,12 +256,19 @@ def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, a
         plan.normalized,
         quick=quick,
         moving=() if quick is None else _moving(moves),
+        number=_number(asked) if quick is not None and not plan.normalized else None,
         wraps=wraps,
         relabels=traits.relabels,
         tail=tail,
         row_major=None if wraps is None or traits.is_view else wraps.meta.row_major,
         views=traits.is_view,
     )
+
+
+def _number(asked: Asked) -> Callable[..., Any] | None:
+    if asked.coordinate is None or asked.mesh.device_type != "cpu" or len(asked.args) < 2:
+        return None
+    return casting(asked.op, asked.args[1], {spec.meta.dtype for spec in asked.specs if spec is not None})
 
 
 def _ready_to_measure(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked) -> Ready:
@@ -525,4 +534,8 @@ def _prepare_foreach(kind: Any, op: Op, args: Args, kwargs: Kwargs, known: Calla
     if any(other != common[0] for other in common):  # what is one for all entries cannot lie in two ways
         return Ready(op, in_all, (), traits.returns, each=True)
     written = tuple((position, entry) for position in traits.written for entry in range(len(entries)))
-    return Ready(direct(op), (*common[0], *moves) if common else (), tuple(outputs), traits.returns, written)
+    moved = (*common[0], *moves) if common else ()
+    items = [item for item in args[0] if isinstance(item, kind)]
+    on_cpu = len(args) > 1 and all(item._spec.mesh.device_type == "cpu" for item in items)
+    number = casting(op, args[1], {item.dtype for item in args[0]}) if on_cpu else None
+    return Ready(direct(op), moved, tuple(outputs), traits.returns, written, number=number)
