@@ -374,15 +374,15 @@ def wrapped(kind: Any, ready: Ready, result: Any, args: Args, kwargs: Kwargs) ->
         return _measured(kind, ready.measured, result)
     if returns == "other":
         return result
-    made = []
+    made, wrap, views = [], kind._wrap, ready.views
     for part, spec in zip([result] if returns == "tensor" else result, ready.outputs, strict=True):
         if spec is None or part is None:
             made.append(part)
+        elif views:
+            one = wrap(part, spec)
+            made.append(_marked(one, part) if part.is_neg() or part.is_conj() else one)
         else:
-            if not ready.views and part.is_contiguous() is not spec.meta.row_major:
-                part = spec.meta.lay_out(part)
-            one = kind._wrap(part, spec)
-            made.append(_marked(one, part) if ready.views and (part.is_neg() or part.is_conj()) else one)
+            made.append(wrap(part if part.is_contiguous() is spec.meta.row_major else spec.meta.lay_out(part), spec))
     if returns == "tensor":
         return made[0]
     return made if returns == "list" else tuple(made)
