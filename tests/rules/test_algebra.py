@@ -42,6 +42,12 @@ def test_the_bias_of_a_product_is_added_once(bias: tuple[int, ...]) -> None:
     assert "R S(1) S(0) -> P(sum)" not in found
 
 
+def test_a_layer_is_cut_along_every_dim() -> None:
+    found = claimed(aten.linear.default, rand(4, 5, 6), rand(7, 6), rand(7))
+    assert {"S(1) R R -> S(1)", "R S(0) S(0) -> S(2)", "S(2) S(1) P(sum) -> P(sum)"} <= found
+    assert "R S(0) - -> S(0)" in claimed(aten.linear.default, rand(6), rand(7, 6))
+
+
 def test_sums_are_pending_over_what_was_cut() -> None:
     x = rand(5, 3)
     assert "S(0) -> P(sum)" in claimed(aten.sum.default, x)

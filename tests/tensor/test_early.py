@@ -7,7 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwise import DTensor, MixedTensorError, Replicate, Shard, distribute_tensor, explicit, init_device_mesh, sim
+from shardwise import (
+    DTensor,
+    MixedTensorError,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    explicit,
+    init_device_mesh,
+    sim,
+)
 from shardwise.errors import ShardwiseError
 
 S0, R = Shard(0), Replicate()
@@ -173,3 +183,45 @@ def test_quantiles_along_a_dim_mask_the_places_that_they_make(function, share: f
             torch.testing.assert_close(x.grad.full_tensor(), dense.grad, equal_nan=True)
 
     sim.run(body, 2)
+
+
+LYING = [[R, R], [S0, R], [Shard(1), S0], [R, Shard(2)], [S0, Shard(2)]]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("lying", LYING, ids=str)
+def test_a_layer_is_one_operator_with_one_gradient(lying, bias) -> None:
+    """And that gradient has one: values, gradients and second gradients are those of one rank, over uneven parts."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((5, 3, 6), (7, 6), (7,))[: 3 if bias else 2]
+    plain = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+    def results(operands):
+        y = F.linear(*operands)
+        first = torch.autograd.grad(y.pow(3).sum(), operands, create_graph=True)
+        return y, *first, *torch.autograd.grad(sum(one.pow(2).sum() for one in first), operands)
+
+    want = results([one.clone().requires_grad_() for one in plain])
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        for weight in ([R, R], [S0, R], [R, Shard(1)], [Shard(1), S0]):
+            ways = (lying, weight, [R, R])
+            own = [distribute_tensor(one, mesh, way).requires_grad_() for one, way in zip(plain, ways, strict=False)]
+            for one, other in zip(results(own), want, strict=True):
+                torch.testing.assert_close(one.full_tensor(), other)
+
+    sim.run(body, 4)
+
+
+def test_the_gradient_of_a_layer_lies_as_its_input_and_moves_nothing() -> None:
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = distribute_tensor(torch.ones(4, 2, 6), mesh, [S0, R]).requires_grad_()
+        weight = distribute_tensor(torch.ones(8, 6), mesh, [R, S0]).requires_grad_()
+        with explicit():
+            F.linear(x, weight).sum().backward()
+        assert x.grad.placements == (S0, Partial())
+        assert weight.grad.placements == (Partial(), S0)
+
+    sim.run(body, 4)

@@ -35,7 +35,7 @@ The notation is that of [equation](../src/shardwise/rules/equation.py): dims hav
 that is missing on the right is contracted, `*`, `+` and `/` say how a pending sum passes. Where the equation depends on
 the arguments, it is shown for those in parentheses. In-place, `out=` and `_foreach_` variants mean the same as
 the operator, and are derived from the schemas; they share its row. An operator that is not here is made of others by
-PyTorch itself (`linear`, `einsum`, `cross_entropy_loss`, `scaled_dot_product_attention` and {composite} more), or
+PyTorch itself (`matmul`, `einsum`, `cross_entropy_loss`, `scaled_dot_product_attention` and {composite} more), or
 stands under [what is refused](#what-is-refused).
 
 *Free* dims may be cut: nothing is sent, and the result lies as the operands do. Where operands are cut in different

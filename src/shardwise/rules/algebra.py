@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from shardwise.rules.equation import Strategy
 from shardwise.rules.parts import settled
 from shardwise.rules.pattern import along, named, text, wrap
 from shardwise.rules.rule import Call, Placing, Rule
+from shardwise.sharding.placement import Replicate, Shard
 from shardwise.sharding.spec import TensorMeta
 
 aten = torch.ops.aten
@@ -40,6 +42,57 @@ PRODUCTS: dict[str, str] = {
 def crossed(x: TensorMeta, _other: TensorMeta, dim: int = -1) -> str:
     names = text(along(x, [dim]))
     return f"{names} * {names} -> {names}"
+
+
+# --- a layer: one operator with one gradient, in which no dims of a batch are flattened
+
+
+def _batch(x: TensorMeta) -> str:
+    return " ".join(f"b{dim}" for dim in range(len(x.shape) - 1))
+
+
+def layer(x: TensorMeta, *_: object) -> str:
+    """A linear layer.
+
+    >>> layer(TensorMeta.contiguous((2, 3, 4), torch.float32))
+    'b0 b1 k * n k + n -> b0 b1 n'
+    """
+    return f"{_batch(x)} k * n k + n -> {_batch(x)} n"
+
+
+def layer_backward(x: TensorMeta, _grad: TensorMeta, _weight: TensorMeta, mask: Sequence[bool]) -> str:
+    # The gradient of the bias knows no k: cutting that would count it once a rank.
+    k = "[k]" if mask[2] else "k"
+    return f"/ {_batch(x)} {k} * {_batch(x)} n / n {k} -> {_batch(x)} {k}, n {k}, n"
+
+
+def _layer_beside(call: Call) -> Sequence[Strategy]:
+    """With a bias, whose gradient every rank along k has."""
+    x, _, _, mask = call.args
+    last = Shard(len(x.shape) - 1)
+    results = last if mask[0] else None, Shard(1) if mask[1] else None, Replicate()
+    return [Strategy((last, Replicate(), Shard(1)), results)] if mask[2] else []
+
+
+def _layer_backward_local(call: Call, _placing: Placing) -> Callable[..., object]:
+    of_x, of_weight, of_bias = call.args[3]
+
+    def run(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, *_: object) -> object:
+        rows = math.prod(x.shape[:-1])
+        flat = grad.reshape(rows, grad.shape[-1])
+        return (
+            flat.mm(weight).view(x.shape) if of_x else None,
+            flat.t().mm(x.reshape(rows, x.shape[-1])) if of_weight else None,
+            flat.sum(0) if of_bias else None,
+        )
+
+    return run
+
+
+LAYERS: dict[str, Meaning | Rule] = {
+    "linear": layer,
+    "linear_backward": Rule(layer_backward, local=_layer_backward_local, beside=_layer_beside),
+}
 
 
 # --- reductions
@@ -294,4 +347,4 @@ NORMS: dict[str, str | Meaning | Rule] = {
 }
 
 
-RULES: dict[str, str | Meaning | Rule] = {"linalg_cross": crossed, **PRODUCTS, **REDUCTIONS, **NORMS}
+RULES: dict[str, str | Meaning | Rule] = {"linalg_cross": crossed, **PRODUCTS, **LAYERS, **REDUCTIONS, **NORMS}

@@ -21,7 +21,7 @@ FUNCTIONS = """
     tanh tril triu where convolution index_select gather ones_like zeros_like full_like split
     _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data
 """
-NEURAL = "gelu silu elu hardswish leaky_relu"
+NEURAL = "linear gelu silu elu hardswish leaky_relu"
 METHODS = """
     detach expand masked_fill permute select squeeze t transpose unbind unfold unsqueeze view
     add_ mul_ div_ sub_ copy_ zero_ fill_ addcmul_ addcdiv_ lerp_ sqrt_ clamp_ neg_ exp_

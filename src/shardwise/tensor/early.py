@@ -21,6 +21,8 @@ from shardwise.tensor.dispatch import VIEWS_MAY_MOVE, redistributed
 from shardwise.tensor.dtensor import DTensor
 from shardwise.tensor.roads import KEY
 
+ONE_GRADIENT = DispatchKeySet(DispatchKey.AutogradNestedTensor)
+
 aten = torch.ops.aten
 Op = torch._ops.OpOverload
 Met = Callable[..., object]
@@ -79,6 +81,21 @@ def real(op: Op, other: Op) -> Met:
     return met
 
 
+def fused(op: Op) -> Met:
+    """``op`` on a matrix, which torch writes in terms of views and products, as the one operator that it is.
+
+    Autograd knows a gradient of it, which is one operator as well, though it is only used for nested tensors.
+    """
+
+    def met(keys: DispatchKeySet, *args: object, **kwargs: object) -> object:
+        x, matrix = args[0], args[1]
+        if isinstance(x, DTensor) and isinstance(matrix, DTensor) and x.ndim and matrix.ndim == 2:
+            return op.redispatch(keys & AFTER | ONE_GRADIENT, *args, **kwargs)
+        return op.redispatch(keys & AFTER, *args, **kwargs)
+
+    return met
+
+
 VIEWING = """
     trapz.x trapz.dx trapezoid.x trapezoid.dx cumulative_trapezoid.x cumulative_trapezoid.dx instance_norm
     repeat_interleave.self_int repeat_interleave.self_Tensor stft stft.center istft fft_hfft2 fft_hfftn fft_ihfft2
@@ -102,6 +119,7 @@ MET: Mapping[Op, Met] = {
     **{op: making(op) for op in MAKING},
     aten.sgn.default: real(aten.sgn.default, aten.sign.default),
     aten.sgn_.default: real(aten.sgn_.default, aten.sign_.default),
+    aten.linear.default: fused(aten.linear.default),
     **{op: viewing(op) for op in _viewing()},
 }
 

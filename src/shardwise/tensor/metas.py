@@ -269,6 +269,30 @@ def _product(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
     return (TensorMeta.contiguous((*left.shape[:-1], right.shape[-1]), left.dtype),)
 
 
+def _layer(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
+    own, weight = args[:2]
+    dtype = _one_dtype(args)
+    if dtype is None or not isinstance(own, TensorMeta) or not isinstance(weight, TensorMeta):
+        return None
+    if len(weight.shape) != 2 or own.shape[-1:] != weight.shape[1:]:
+        return None
+    bias = args[2] if len(args) > 2 else None
+    if isinstance(bias, TensorMeta) and bias.shape != weight.shape[:1]:
+        return None
+    return (TensorMeta.contiguous((*own.shape[:-1], weight.shape[0]), dtype),)
+
+
+def _layer_backward(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
+    own, grad, weight, mask = args
+    if not isinstance(own, TensorMeta) or not isinstance(grad, TensorMeta) or not isinstance(weight, TensorMeta):
+        return None
+    dtype = own.dtype
+    if not isinstance(mask, (list, tuple)):
+        return None
+    wanted = zip((own.shape, weight.shape, grad.shape[-1:]), mask, strict=True)
+    return tuple(TensorMeta.contiguous(shape, dtype) if asked else None for shape, asked in wanted)
+
+
 def _reduction(op: Op, args: Args, kwargs: Kwargs) -> Metas | None:
     own = args[0]
     dims = args[1] if len(args) > 1 else None
@@ -359,6 +383,8 @@ LAWS: dict[Op, Law] = {
     aten.bmm.default: _product,
     aten.cat.default: _cat,
     aten.embedding.default: _embedding,
+    aten.linear.default: _layer,
+    aten.linear_backward.default: _layer_backward,
     aten.gather.default: _gather,
     aten.mean.dim: _reduction,
     aten.mm.default: _product,
