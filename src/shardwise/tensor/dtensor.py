@@ -23,6 +23,7 @@ from shardwise.tensor.roads import MARKED
 
 Placements = Sequence[Placement]
 GRAD = cast(Any, torch._C.TensorBase.grad)
+KEPT = GRAD.__get__
 MAKE: Callable[..., DTensor] = torch.Tensor._make_wrapper_subclass
 STRIDED = torch.strided
 PARTS = 16384  # of how many parts it is remembered what they are parts of
@@ -64,7 +65,7 @@ class DTensor(torch.Tensor):
         made = MAKE(  # by position, in the order of torch's signature, which takes a third less time than by name
             DTensor,
             meta.shape,
-            meta.stride,
+            None if meta.is_packed else meta.stride,
             None,
             None,
             meta.dtype,
@@ -213,7 +214,7 @@ class DTensor(torch.Tensor):
     @property
     def grad(self) -> DTensor | None:
         """The gradient, a DTensor; one that a formula of torch has made plain is the same on every rank."""
-        found = GRAD.__get__(self)
+        found = KEPT(self)
         if found is None or isinstance(found, DTensor):
             return found
         with torch.no_grad():
