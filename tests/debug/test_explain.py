@@ -37,7 +37,11 @@ def test_moves_name_steps_and_bytes() -> None:
 @pytest.mark.world(4)
 def test_what_an_operator_decomposes_into_comes_indented() -> None:
     x, w, b = part(4, 8, dp=Shard(0), tp=Replicate()), part(6, 8, dp=Replicate(), tp=Shard(0)), torch.zeros(())
-    names = [line.partition("(")[0] for line in explanation(lambda x, w: x @ w.t(), x, w).splitlines() if line.startswith("aten")]
+    names = [
+        line.partition("(")[0]
+        for line in explanation(lambda x, w: x @ w.t(), x, w).splitlines()
+        if line.startswith("aten")
+    ]
     assert names == ["aten.t.default", "aten.mm.default"]
     target = shardwise.zeros(4, dtype=torch.int64, device_mesh=grid(), placements=[Shard(0), Replicate()])
     assert "\n  aten.div.Tensor(" in explanation(F.cross_entropy, x + b, target)

@@ -152,7 +152,8 @@ def test_an_outline_makes_ready_what_is_made_from_nothing(name, monkeypatch) -> 
                 if field.name not in ("outline", "local", "quick", "moving"):
                     assert getattr(ready, field.name) == getattr(fresh, field.name), (op, field.name)
             assert (ready.local is fresh.local) is not ready.normalized, op
-            assert ready.quick in (None, ready.local) and (ready.quick is None) is (fresh.quick is None), op
+            assert ready.quick in (None, ready.local), op
+            assert (ready.quick is None) is (fresh.quick is None), op
             moving, expected = ([(at, move.__reduce__()) for at, move in one.moving] for one in (ready, fresh))
             assert moving == expected, op
         return ready

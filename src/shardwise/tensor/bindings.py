@@ -90,7 +90,7 @@ def _cast(number: float) -> torch.Tensor:
 
 def _cast_one(args: list[object]) -> object:
     number = args[1]
-    return number if _modes() or not number else _cast(number)  # type: ignore[arg-type]  # 0.0 and -0.0 are one key
+    return number if _modes() or not number else _cast(number)  # 0.0 and -0.0 are one key
 
 
 def _cast_each(args: list[object]) -> object:
@@ -98,4 +98,4 @@ def _cast_each(args: list[object]) -> object:
     assert isinstance(tensors, list), tensors
     if isinstance(given, list):
         return given if _modes() or not all(given) else [*map(_cast, given)]
-    return given if _modes() or not given else [_cast(given)] * len(tensors)  # type: ignore[arg-type]
+    return given if _modes() or not given else [_cast(given)] * len(tensors)

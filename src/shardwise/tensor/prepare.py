@@ -44,8 +44,9 @@ class Ready:
 
     ``quick`` is the local call where the result is one tensor: one of the spec ``wraps``, or else the first argument,
     written over. It takes the arguments, of which those in ``moving`` have been moved by what stands beside their
-    positions, and ``tail`` after them; ``number`` says what to take for the second, if that is a number. ``row_major`` says whether what it makes is contiguous; None for a view, which
-    lies as what it is a view of.
+    positions, and ``tail`` after them. ``row_major`` says whether what it makes is contiguous; None for a view, which
+    lies as what it is a view of. ``number`` says what the local call takes for its second argument, if that is a number
+    or a list of them (see `casting`).
     Where ``measured`` is a mesh, the results are whole on it, of whatever shape they come. A plan that does not last is
     made anew for each call.
     ``expand`` and ``each`` stand in place of all the rest: the operator in terms of others, or entry by entry.
@@ -241,7 +242,7 @@ def _ready(plan: OpPlan, traits: Signature, places: list[Place], asked: Asked, a
     local = direct(asked.op) if plan.local is asked.op else plan.local
     if asked.coordinate is None:
         local, moves = _absent(plan.outputs, traits.returns), ()
-    by_position = all([isinstance(where, int) and item < 0 for (where, item), _, _ in moves])
+    by_position = all(isinstance(where, int) and item < 0 for (where, item), _, _ in moves)
     in_order = by_position and not (plan.normalized and kwargs) and not (moves and traits.is_view)
     simple = traits.returns == "tensor" and in_order and not traits.relabels
     wraps = plan.outputs[0] if simple and not written else None
