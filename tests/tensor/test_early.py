@@ -214,6 +214,26 @@ def test_a_layer_is_one_operator_with_one_gradient(lying, bias) -> None:
     sim.run(body, 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_a_layer_has_the_gradients_that_are_asked_for(dtype) -> None:
+    x, weight = torch.randn(5, 6, dtype=dtype), torch.randn(7, 6, dtype=dtype)
+
+    def gradient(x, weight, place):
+        operand = (x, weight)[place].requires_grad_()
+        (first,) = torch.autograd.grad(F.linear(x, weight).abs().pow(3).sum(), operand, create_graph=True)
+        return torch.autograd.grad(first.abs().sum(), operand)[0]
+
+    want = [gradient(x.clone(), weight.clone(), place) for place in range(2)]
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for place in range(2):
+            own = [distribute_tensor(one.clone(), mesh, [S0]) for one in (x, weight)]
+            torch.testing.assert_close(gradient(*own, place).full_tensor(), want[place])
+
+    sim.run(body, 2)
+
+
 def test_the_gradient_of_a_layer_lies_as_its_input_and_moves_nothing() -> None:
     def body() -> None:
         mesh = init_device_mesh("cpu", (2, 2))

@@ -82,14 +82,15 @@ def real(op: Op, other: Op) -> Met:
 
 
 def fused(op: Op) -> Met:
-    """``op`` on a matrix, which torch writes in terms of views and products, as the one operator that it is.
+    """``op`` with a matrix of real numbers, which torch makes of views and products, as the one operator that it is.
 
-    Autograd knows a gradient of it, which is one operator as well, though it is only used for nested tensors.
+    Autograd knows a gradient of it, which is one operator as well, though torch only uses it for nested tensors.
     """
 
     def met(keys: DispatchKeySet, *args: object, **kwargs: object) -> object:
         x, matrix = args[0], args[1]
-        if isinstance(x, DTensor) and isinstance(matrix, DTensor) and x.ndim and matrix.ndim == 2:
+        both = isinstance(x, DTensor) and isinstance(matrix, DTensor)
+        if both and x.ndim and matrix.ndim == 2 and x.is_floating_point():  # type: ignore[attr-defined]
             return op.redispatch(keys & AFTER | ONE_GRADIENT, *args, **kwargs)
         return op.redispatch(keys & AFTER, *args, **kwargs)
 
