@@ -74,8 +74,8 @@ def test_a_warm_call_takes_few_calls_of_ours(name) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_of_many_parameters_calls_us_no_more_often_than_one_of_few(fused) -> None:
-    """But for the tensors that are made and read: no plan is made anew, though the numbers change with each step."""
-    for_each = ("_wrap", "_local", "_local_of", "is_replicated", "grad")
+    """But for the tensors that are made and read, and numbers not seen before: no plan is made anew with each step."""
+    for_each = ("_wrap", "_local", "_local_of", "is_replicated", "grad", "_cast")
 
     def calls(count: int) -> list[str]:
         given = [torch.nn.Parameter(x.clone()) for _ in range(count)]

@@ -106,7 +106,8 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs | None) -> Any:
         plans = _plans()
     # Of the operator the builtin, since the overload around it is hashed by Python code; the dtype is what integers
     # become beside floats.
-    key: list[Any] = [op._op, _default_dtype()]
+    named = op._op
+    key: list[Any] = [named, _default_dtype()]
     local_args: list[Any] = []
     for argument in args:
         if argument.__class__ is kind:
@@ -115,6 +116,9 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs | None) -> Any:
         elif argument.__class__ is int:
             key.append(int)
             key.append(argument)
+            local_args.append(argument)
+        elif argument.__class__ is float and argument and isfinite(argument) and plans.loose.get(named):
+            key.append("+" if argument > 0 else "-")
             local_args.append(argument)
         elif argument is None:
             key.append(None)
