@@ -170,6 +170,7 @@ MEMORIES = {
     ("redistribute.transfer", "_seats"),
     ("redistribute.transfer", "_parcels"),
     ("tensor.signature", "signature"),
+    ("tensor.bindings", "_cast"),
 }
 
 # Where `Any` may stand in a signature: it speaks about tensors and arguments of every kind there.
