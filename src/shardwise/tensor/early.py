@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import torch
-from torch._C import DispatchKeySet
+from torch._C import DispatchKey, DispatchKeySet
 
 from shardwise.mesh.world import saying
 from shardwise.sharding.placement import Replicate
