@@ -144,9 +144,7 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs | None) -> Any:
     if spec is None and "unseen" in memory:
         _check_seen(op, args[:1], memory["unseen"])
     if ready.moving:
-        forbid(op, ready.moves)
-        for position, moved in ready.moving:
-            local_args[position] = moved(local_args[position])
+        _move(op, ready, local_args)
     if ready.number is not None:
         local_args[1] = ready.number(local_args)
     if ready.tail:
@@ -162,6 +160,12 @@ def run(kind: Any, op: Op, args: Args, kwargs: Kwargs | None) -> Any:
     elif result.is_contiguous() is not ready.row_major:
         result = spec.meta.lay_out(result)
     return kind._wrap(result, spec)
+
+
+def _move(op: Op, ready: Ready, local_args: list[Any]) -> None:
+    forbid(op, ready.moves)
+    for position, moved in ready.moving:
+        local_args[position] = moved(local_args[position])
 
 
 def _local(argument: Any, kind: Any, key: list[Any], plans: Plans, op: Op) -> Any:
