@@ -8,7 +8,7 @@ how to lay it out once it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from math import prod
 from operator import itemgetter
 from typing import NamedTuple
