@@ -10,7 +10,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import DTensor, Partial, Replicate, Shard, current_world, distribute_tensor, init_device_mesh, sim
+from shardwise import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    StridedShard,
+    ViewError,
+    current_world,
+    distribute_tensor,
+    implicit_replication,
+    init_device_mesh,
+    sim,
+)
 from shardwise.sharding.spec import Spec, TensorMeta
 from shardwise.tensor import dispatch
 
@@ -168,3 +180,96 @@ def test_an_outline_makes_ready_what_is_made_from_nothing(name, monkeypatch) -> 
 
     sim.run(program, 4)
     assert by_outline or dispatch.PLANS == 0 or name == "flattened"  # all of its sizes are part of one
+
+
+# Operators whose result has dims of another size than any operand, and shapes of which the first gives dims of size 1.
+OF_THEIR_OWN = {
+    "pool": (lambda x: F.avg_pool2d(x, 2), (4, 3, 2, 2), (4, 3, 8, 6)),
+    "largest of windows": (lambda x: F.max_pool2d(x, 3, stride=1), (4, 3, 3, 3), (4, 3, 6, 7)),
+    "convolution": (lambda x: F.conv2d(x, torch.ones(2, 3, 3, 3)), (4, 3, 3, 3), (4, 3, 5, 8)),
+    "gate": (lambda x: F.glu(x, 1), (4, 2, 3), (4, 8, 3)),
+    "cropped": (lambda x: F.pad(x, (-1, 0)), (4, 2), (4, 7)),
+    "distances": (lambda x: torch.pdist(x), (2, 3), (6, 3)),
+    "as complex numbers": (lambda x: x.view(torch.complex64), (4, 2), (4, 8)),
+    "triangle": (lambda x: torch.linalg.qr(x)[1].abs(), (3, 1, 4), (3, 5, 4)),
+    "windows": (lambda x: x.unfold(1, 2, 1).contiguous(), (4, 2), (4, 6)),
+    "repeated": (lambda x: x.repeat_interleave(1, 1), (4, 1), (4, 6)),
+    "joined": (lambda x: torch.cat([x, x[:, :1], x[:, 1:2]], 1), (4, 1), (4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", OF_THEIR_OWN)
+def test_a_dim_of_one_element_may_have_another_size_in_the_next_call(name) -> None:
+    meaning, *shapes = OF_THEIR_OWN[name]
+    drawn = [torch.randn(shape) for shape in (*shapes, *reversed(shapes))]
+
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Shard(0), Replicate()):
+            for x in drawn:
+                with implicit_replication():
+                    found = meaning(distribute_tensor(x, mesh, [placement]))
+                torch.testing.assert_close(found.full_tensor(), meaning(x))
+                assert found.shape == meaning(x).shape
+
+    sim.run(program, 2)
+
+
+AS_LAID = [
+    ((16,), (Shard(0), Replicate())),
+    ((24,), (StridedShard(0, 2), Replicate())),
+    ((24,), (Shard(0), StridedShard(0, 2))),
+    ((24,), (StridedShard(0, 3), Shard(0))),
+    ((8, 12), (Shard(0), Shard(1))),
+    ((2, 3, 16), (Shard(2), Replicate())),
+    ((9, 4), (Shard(0), Shard(1))),
+]
+
+
+def factored(size: int) -> list[list[int]]:
+    return [[outer, size // outer] for outer in range(1, size + 1) if size % outer == 0]
+
+
+def sized_calls(shape: tuple[int, ...]) -> list[Callable[[Tensor], Tensor]]:
+    """Views and copies that say sizes, of which only these differ."""
+    calls: list[Callable[[Tensor], Tensor]] = []
+    for dim, size in enumerate(shape):
+        for two in factored(size):
+            wanted = [*shape[:dim], *two, *shape[dim + 1 :]]
+            calls += [lambda x, w=wanted: x.view(w), lambda x, w=wanted: x.reshape(w)]
+            calls += [lambda x, d=dim, two=two: x.unflatten(d, two), lambda x, w=wanted: x.view(w).flatten()]
+        for times in (2, 3, 4, 5):
+            counts, width = [times if at == dim else 1 for at in range(len(shape))], min(times, size)
+            calls += [lambda x, c=counts: x.repeat(*c), lambda x, c=counts: x.tile(c)]
+            calls += [lambda x, t=times: x[None].expand(t, *x.shape), lambda x, d=dim, t=times: x.split(t, d)[0]]
+            calls += [lambda x, d=dim, t=times: torch.cat([x] * t, d), lambda x, d=dim, w=width: x.unfold(d, w, 1)]
+    return calls
+
+
+@pytest.mark.parametrize("seed", range(len(AS_LAID)))
+def test_sizes_among_the_arguments_change_nothing_but_what_they_mean(seed) -> None:
+    shape, placements = AS_LAID[seed]
+    whole, calls = torch.arange(float(torch.Size(shape).numel())).view(shape), sized_calls(shape)
+    random.Random(seed).shuffle(calls)
+
+    def tried(call: Callable[[Tensor], Tensor], x: DTensor) -> tuple[object, Tensor | None]:
+        try:
+            found = call(x)
+        except ViewError:
+            return "refused", None
+        assert isinstance(found, DTensor)
+        return found._spec, found.full_tensor()
+
+    def program() -> None:
+        x = lay(whole, init_device_mesh("cpu", (2, 2)), placements)
+        memory = current_world().memory
+        for call in calls:
+            spec, value = tried(call, x)
+            kept = memory.pop("plans", None)
+            assert tried(call, x)[0] == spec
+            if kept is not None:
+                memory["plans"] = kept
+            if value is not None:
+                assert torch.equal(value, call(whole)), spec
+
+    sim.run(program, 4)

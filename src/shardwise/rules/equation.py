@@ -188,6 +188,7 @@ class Bound:
         shapes = [*operands, *outputs]
         self.sizes: dict[str, Size] = _sizes(equation, [*inputs, *results], shapes)
         self.inputs = [_unbroadcast(names, shape, self.sizes) for names, shape in zip(inputs, operands, strict=True)]
+        self.results = results  # with the names of dims of one element too
         self.outputs = [_unbroadcast(names, shape, self.sizes) for names, shape in zip(results, outputs, strict=True)]
         absent = {operand for operand, shape in enumerate(operands) if shape is None and operand not in self.steady}
         self.terms = [term for term in equation.terms if not absent.intersection(term)]

@@ -40,11 +40,12 @@ class Outline:
     ``rule`` is the operator's, ``meant`` what it came to for the call. ``operands`` says for each operand which of the
     distributed tensors of the call it is; a dim is given as (one of those tensors, its dim). ``goals`` say how operands
     that move are to lie, ``placements`` how the results lie. The dims of each entry of ``same`` agree; those of
-    ``read`` have the sizes that come with them, or the strategies called ``labels`` are asked anew (None if they cannot
-    be). If those of ``told`` have theirs, and ``given`` are the sizes among the arguments, the meaning is the same and
-    need not be asked; it must be if ``told`` is None. ``results`` are the shapes and dtypes of packed results from
-    packed operands, with the sizes that those must have; None where torch, or a law, must be asked. The local call is
-    that of the rank at ``coordinate``.
+    ``read``, which are part of composed ones, have the sizes that come with them, and ``given`` are the sizes among the
+    arguments; else the strategies called ``labels`` are asked anew (None if they cannot be). If the dims of ``told``
+    have the sizes that come with them, and the arguments have ``given``, the meaning is the same and need not be asked;
+    it must be if ``told`` is None. ``results`` are the shapes and dtypes of packed results from packed operands, with
+    the sizes that those must have; None where torch, or a law, must be asked. The local call is that of the rank at
+    ``coordinate``.
     """
 
     rule: Rule
@@ -75,20 +76,21 @@ class Outline:
                     return False
         return True
 
-    def has_sizes(self, specs: Sequence[Spec]) -> bool:
-        """Whether the sizes that are part of composed dims are those of this outline."""
-        return _have(specs, self.read)
+    def has_sizes(self, op: Op, args: Sequence[object], specs: Sequence[Spec]) -> bool:
+        """Whether the factors of composed dims have the sizes that they have in this outline."""
+        return not self.read or (_have(specs, self.read) and self._is_given(op, args))
 
     def is_told(self, op: Op, args: Sequence[object], specs: Sequence[Spec]) -> bool:
         """Whether the meaning is known to be the same."""
-        if self.told is None or not _have(specs, self.told):
-            return False
-        return not self.given or self.given == sizes_among(op, args)
+        return self.told is not None and _have(specs, self.told) and self._is_given(op, args)
 
     def is_meant(self, rule: Rule, meaning: str | Strategies) -> bool:
         """Whether a call whose rule came to this has the strategies of this one."""
         own = self.meant
         return meaning == own.meaning and all(getattr(rule, name) == getattr(own, name) for name in DECIDING)
+
+    def _is_given(self, op: Op, args: Sequence[object]) -> bool:
+        return not self.given or self.given == sizes_among(op, args)
 
     def targets(self, specs: Sequence[Spec]) -> tuple[Spec | None, ...]:
         """How the operands are to lie."""
@@ -209,21 +211,23 @@ def _results(
     if not all(spec.meta.is_packed for spec in specs):
         return None
     places = {names: place for names, place in _placed(bound.inputs, operands) if names}
-    whole: set[tuple[int, int]] = set()
+    whole, uses_whole = bound.equation.whole, False
     results: list[Result | None] = []
-    for meta, pattern in zip(call.outputs, bound.outputs, strict=True):
+    for place, (meta, pattern) in enumerate(zip(call.outputs, bound.results, strict=True)):
         if meta is None or pattern is None:
             results.append(None)
             continue
-        shape = tuple([places.get(names) for names in pattern])
-        if not meta.is_packed or meta.shape != _shape(shape, specs):
+        if place in bound.apart or not meta.is_packed or any(names and names not in places for names in pattern):
             return None
-        whole.update(
-            place for names, place in places.items() if names in pattern and bound.equation.whole.intersection(names)
-        )
+        shape = tuple([places[names] if names else None for names in pattern])
+        if meta.shape != _shape(shape, specs):
+            return None
+        uses_whole = uses_whole or any(whole.intersection(names) for names in pattern)
         alike = (place for place, spec in enumerate(specs) if spec.meta is meta and _is_own(shape, place))
         results.append(next(alike, (shape, meta.dtype)))
-    return tuple(results), _sized(tuple(sorted(whole)), specs)
+    # The size of a whole dim may depend on those of all whole dims.
+    held = [place for names, place in _placed(bound.inputs, operands) if uses_whole and whole.intersection(names)]
+    return tuple(results), _sized(tuple(held), specs)
 
 
 def _is_own(shape: tuple[tuple[int, int] | None, ...], tensor: int) -> bool:

@@ -150,7 +150,7 @@ def fitted(known: Ready, kind: Any, op: Op, args: Args, kwargs: Kwargs, specs: S
     outline = known.outline
     if outline is None or not outline.fits(specs):
         return None
-    bound, local = outline.has_sizes(specs), outline.meant.local
+    bound, local = outline.has_sizes(op, args, specs), outline.meant.local
     told = bound and outline.is_told(op, args, specs)
     outputs = outline.outputs(specs) if told else None
     if outputs is not None and local is None:
