@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise import (
     DTensor,
@@ -245,3 +246,60 @@ def test_the_gradient_of_a_layer_lies_as_its_input_and_moves_nothing() -> None:
         assert weight.grad.placements == (Partial(), S0)
 
     sim.run(body, 4)
+
+
+@pytest.mark.parametrize("learned", [(True, False), (False, True), (False, False)])
+def test_a_layer_keeps_no_more_than_its_gradients_need(learned) -> None:
+    """So what is not kept may be written to before the backward pass."""
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x, weight, bias = (distribute_tensor(torch.ones(shape), mesh, [R]) for shape in ((4, 6), (4, 6), (4,)))
+        y = F.linear(x.requires_grad_(learned[0]), weight.requires_grad_(learned[1]), bias.requires_grad_())
+        with torch.no_grad():
+            for one, grows in ((x, learned[0]), (weight, learned[1])):
+                if grows:
+                    one.mul_(2)
+        y.sum().backward()
+        for one, grows in ((x, learned[0]), (weight, learned[1])):
+            assert not grows or torch.equal(one.grad.full_tensor(), torch.full((4, 6), 4.0))
+
+    sim.run(body, 2)
+
+
+def test_who_counts_products_sees_those_of_a_layer_and_of_its_gradients() -> None:
+    def counted(x, weight) -> int:
+        with FlopCounterMode(display=False) as counter:
+            F.linear(x.requires_grad_(), weight.requires_grad_()).sum().backward()
+        return counter.get_total_flops()
+
+    def body() -> None:
+        mesh, plain = init_device_mesh("cpu", (2,)), (torch.ones(5, 6), torch.ones(8, 6))
+        assert counted(*(distribute_tensor(one, mesh, [R]) for one in plain)) == counted(*plain)
+
+    sim.run(body, 2)
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (1, 5), (5,), (1,), ()])
+def test_the_bias_of_a_layer_may_have_any_shape_that_broadcasts(shape) -> None:
+    plain = torch.randn(4, 6), torch.randn(5, 6), torch.randn(shape)
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for way in (S0, R):
+            found = F.linear(*(distribute_tensor(one, mesh, [way if one is plain[0] else R]) for one in plain))
+            torch.testing.assert_close(found.full_tensor(), F.linear(*plain))
+
+    sim.run(body, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected")
+def test_anomalies_of_gradients_are_found() -> None:
+    def body() -> None:
+        x = distribute_tensor(torch.tensor([1.0, 0.0, 2.0, 3.0]), init_device_mesh("cpu", (2,)), [S0]).requires_grad_()
+        with torch.autograd.set_detect_anomaly(True):
+            (x * 2).sum().backward()
+            with pytest.raises(RuntimeError, match="returned nan"):
+                (x.sqrt() * 0).sum().backward()
+
+    sim.run(body, 2)

@@ -269,6 +269,8 @@ RULES: dict[str, str | Meaning | Rule] = {
     "argmin": search(aten.argmin.default, "min", 1),
     "any": truth(aten.any.dims, "max"),
     "all": truth(aten.all.dims, "min"),
+    "_is_any_true": truth(aten.any.dims, "max"),
+    "_is_all_true": truth(aten.all.dims, "min"),
     "cumsum": scan(aten.cumsum.default, 1, summed),
     "cumprod": scan(aten.cumprod.default, 1, multiplied),
     "logcumsumexp": scan(aten.logcumsumexp.default, 1, exponentially_summed),

@@ -81,20 +81,35 @@ def real(op: Op, other: Op) -> Met:
     return met
 
 
-def fused(op: Op) -> Met:
-    """``op`` with a matrix of real numbers, which torch makes of views and products, as the one operator that it is.
+def layer(op: Op) -> Met:
+    """A linear layer, which torch makes of views and products, as the one operator that it is.
 
     Autograd knows a gradient of it, which is one operator as well, though torch only uses it for nested tensors.
     """
 
     def met(keys: DispatchKeySet, *args: object, **kwargs: object) -> object:
-        x, matrix = args[0], args[1]
-        both = isinstance(x, DTensor) and isinstance(matrix, DTensor)
-        if both and x.ndim and matrix.ndim == 2 and x.is_floating_point():  # type: ignore[attr-defined]
-            return op.redispatch(keys & AFTER | ONE_GRADIENT, *args, **kwargs)
-        return op.redispatch(keys & AFTER, *args, **kwargs)
+        x, matrix, bias = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias")
+        after = keys & AFTER
+        if isinstance(x, DTensor) and isinstance(matrix, DTensor) and _is_one_operator(x, matrix, bias):
+            after = after | ONE_GRADIENT
+        return op.redispatch(after, *args, **kwargs)
 
     return met
+
+
+def _is_one_operator(x: DTensor, matrix: DTensor, bias: object) -> bool:
+    """Whether a layer can be one operator: a matrix of real numbers, and for a gradient both tensors must be kept.
+
+    Whoever looks on, counting or keeping products, sees the products.
+    """
+    if not x.ndim or matrix.ndim != 2 or not x.is_floating_point() or torch._C._len_torch_dispatch_stack():
+        return False
+    if bias is not None and not (isinstance(bias, DTensor) and bias.shape == matrix.shape[:1]):
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    kept = x.requires_grad and matrix.requires_grad
+    return kept or not (x.requires_grad or matrix.requires_grad or (bias is not None and bias.requires_grad))
 
 
 VIEWING = """
@@ -120,7 +135,7 @@ MET: Mapping[Op, Met] = {
     **{op: making(op) for op in MAKING},
     aten.sgn.default: real(aten.sgn.default, aten.sign.default),
     aten.sgn_.default: real(aten.sgn_.default, aten.sign_.default),
-    aten.linear.default: fused(aten.linear.default),
+    aten.linear.default: layer(aten.linear.default),
     **{op: viewing(op) for op in _viewing()},
 }
 
