@@ -9,6 +9,7 @@ from shardwise import (
     InplaceError,
     RaggedShard,
     RedistributeError,
+    Replicate,
     RuleError,
     Shard,
     ViewError,
@@ -77,7 +78,8 @@ def test_where_it_is_a_view_what_is_written_reaches_the_tensor() -> None:
         x = cut(Shard(1)).detach()
         torch.flatten(x)[8:16].zero_()
         torch.unflatten(x, 1, (2, 4))[0, 1].fill_(7)
-        x.reshape(4, 10).zero_()  # a copy
+        with pytest.raises(InplaceError):
+            x.reshape(4, 10).zero_()  # moved
         return x.full_tensor()
 
     expected = DENSE.clone()
@@ -108,6 +110,38 @@ def test_what_would_be_written_to_a_view_that_has_moved_is_refused(name) -> None
     expected = DENSE.clone()
     WRITES[name](expected.unflatten(0, (1, 5)))
     assert all(torch.equal(found, expected) for found in sim.run(body, 2))
+
+
+MOVED = {
+    "reshape": lambda x: x.reshape(4, 2, 2, 5),
+    "torch.reshape": lambda x: torch.reshape(x, (2, 2, 10, 2)),
+    "flatten": lambda x: x.flatten(),
+    "ravel": lambda x: x.ravel(),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_what_may_copy_is_written_to_where_torch_copies_and_else_refused(name) -> None:
+    """Where nothing moves, it is a view."""
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        plain, turned = torch.zeros(4, 20), torch.zeros(20, 4).t()
+        for placement in (RaggedShard(1, (3, 17)), RaggedShard(0, (3, 1)), Replicate()):
+            x = distribute_tensor(plain, mesh, [placement])
+            y = MOVED[name](x)
+            if y.to_local().untyped_storage().data_ptr() == x.to_local().untyped_storage().data_ptr():
+                y.add_(1)
+                assert torch.equal(x.full_tensor(), torch.ones(4, 20))
+            else:
+                with pytest.raises(InplaceError, match="clone"):
+                    y.add_(1)
+                assert torch.equal(y.clone().add_(1).full_tensor(), MOVED[name](plain) + 1)
+            y = MOVED[name](distribute_tensor(turned, mesh, [placement]))
+            if MOVED[name](turned).untyped_storage().data_ptr() != turned.untyped_storage().data_ptr():
+                assert torch.equal(y.add_(1).full_tensor(), MOVED[name](turned) + 1)
+
+    sim.run(body, 2)
 
 
 def test_a_view_that_has_moved_is_forgotten_when_it_is_gone() -> None:

@@ -2,7 +2,7 @@
 
 Torch makes them of views before a tensor subclass sees them, and a view that has moved would be taken for one that has
 not: what is written to it would reach nobody. So they are met earlier, at a dispatch key that only tensors marked with
-`MARKED` have, and that lets every other operator through.
+`MARKED` have, and that lets every other operator through. What has moved, a view in torch, is not to be written to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwise.errors import RuleError, ViewError, message
 from shardwise.mesh.world import current_world
 from shardwise.rules.strided import Views, views_of
 from shardwise.sharding.placement import Partial, Replicate
-from shardwise.sharding.spec import Spec
+from shardwise.sharding.spec import Spec, TensorMeta
 from shardwise.tensor.dispatch import redistributed, unseen
 
 KEY = "TESTING_ONLY_GenericWrapper"  # no tensor of torch's own has it
@@ -32,8 +32,6 @@ MAY_COPY: dict[str, Binding] = {
     "unflatten.int": torch._C.TensorBase.unflatten,
     "ravel": torch.Tensor.ravel,
 }
-
-ALWAYS_VIEWS = ("unflatten.int",)
 
 
 def by_the_cheapest_road(name: str, call: Binding) -> Binding:
@@ -52,13 +50,26 @@ def by_the_cheapest_road(name: str, call: Binding) -> Binding:
                     road = refusal.with_traceback(None).placements  # frames would keep the tensors
                 _remember((x._spec, name, *map(_lasting, args)), road)  # type: ignore[attr-defined]
             found = call(redistributed(f"aten.{name}", x, road), *args)
-            # The others may copy in torch too.
-            return unseen(found, x._spec) if name in ALWAYS_VIEWS else found  # type: ignore[attr-defined]
+            return unseen(found, x._spec) if _is_view_in_torch(x, found) else found  # type: ignore[attr-defined]
 
     return run
 
 
 _Excluded = torch._C._ExcludeDispatchKeyGuard
+
+
+def _is_view_in_torch(x: torch.Tensor, found: torch.Tensor) -> bool:
+    """Whether a program may count on writing to ``x`` through ``found``; gradients are nobody's view."""
+    if torch._C._current_graph_task_id() != -1:
+        return False
+    meta: TensorMeta = x._spec.meta  # type: ignore[attr-defined]
+    if meta.is_packed:
+        return True
+    try:
+        torch.empty_strided(meta.shape, meta.stride, device="meta").view(found.shape)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _remember(key: object, road: object) -> None:
