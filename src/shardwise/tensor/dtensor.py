@@ -164,9 +164,9 @@ class DTensor(torch.Tensor):
 
         ``forward_dtype`` is cast to before the tensor moves, ``backward_dtype`` before its gradient moves. The gradient
         comes back to this mesh with the placements of this tensor, pending ones replicated. With ``async_op`` the
-        result waits at its first use; until then this tensor must not be written to. To another mesh, all ranks of both call it, and what is pending is reduced on
-        this mesh first; ranks in neither take part in nothing. Raises `PlacementError` or `RedistributeError` if it
-        cannot lie so.
+        result waits at its first use, and until then this tensor must not be written to. To another mesh, all ranks of
+        both call it, and what is pending is reduced on this mesh first; ranks in neither take part in nothing. Raises
+        `PlacementError` or `RedistributeError` if it cannot lie so.
         """
         spec = self._spec
         if placements is None:
