@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -128,3 +130,29 @@ def test_what_is_used_outlives_what_is_not(monkeypatch) -> None:
         assert not prepared
         torch.exp(once)
         assert prepared
+
+
+def test_threads_share_what_is_remembered(monkeypatch) -> None:
+    """Few plans are kept, so that each thread drops what the others look for."""
+    monkeypatch.setattr(dispatch, "PLANS", 32)
+    world, failed = dry_world(0, 2), list[object]()
+
+    def work(seed: int) -> None:
+        draw = random.Random(seed)
+        try:
+            with use_world(world):
+                mesh = init_device_mesh("cpu", (2,))
+                for _ in range(400):
+                    part = torch.randn(draw.randrange(1, 60), 8)
+                    x = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+                    found = (torch.relu(x) * 2).view(-1, 2, 4).sum(2).to_local()
+                    assert torch.equal(found, (torch.relu(part) * 2).view(-1, 2, 4).sum(2)), part.shape
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
